@@ -16,11 +16,11 @@ MODEL = "smollm2-135m"
 def main() -> None:
     start = time.perf_counter()
     from octavo import LLM, SamplingParams
-    from octavo.loader.resolve import pull
+    from octavo.loader.resolve import resolve_model
 
     import_seconds = time.perf_counter() - start
     print(f"== downloading {MODEL} (unless it is cached)", flush=True)
-    pull(MODEL, progress=True)
+    resolve_model(MODEL)
 
     print(f"== loading {MODEL}", flush=True)
     start = time.perf_counter()

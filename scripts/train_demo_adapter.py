@@ -96,13 +96,14 @@ def train(folder: Path, steps: int) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from octavo.loader.resolve import resolve_model
+    from octavo.loader.resolve import gguf_source, resolve_model
 
     torch.manual_seed(SEED)
     rng = random.Random(SEED)
-    source = resolve_model(MODEL)
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    file = gguf_source(MODEL)
+    assert file is not None
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(MODEL))
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     settings = LoraConfig(
         r=RANK,
         lora_alpha=ALPHA,

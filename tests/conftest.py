@@ -157,6 +157,6 @@ def tiny_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The demo model as a Hugging Face folder in float32; fetched once into the user's cache."""
-    from octavo.loader.resolve import resolve_model
+    from tests.hub_folders import hub_folder
 
-    return resolve_model("smollm2-135m", dtype="float32")
+    return hub_folder("smollm2-135m", "float32")

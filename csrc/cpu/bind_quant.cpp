@@ -5,10 +5,12 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
 #include <new>
 #include <stdexcept>
 
 #include "bind.hpp"
+#include "half.hpp"
 #include "pointwise.hpp"
 #include "quant.hpp"
 #include "ranges.hpp"
@@ -221,6 +223,64 @@ void quantize_rows(uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, D
   });
 }
 
+// Blocks of 32 values of a GGUF file: a float16 scale, Q4_1's minimum, and codes, of 4 bits first the low halves.
+struct GGUFBlock {
+  explicit GGUFBlock(const std::string& kind)
+      : has_minimum(kind == "Q4_1"), is_wide(kind == "Q8_0"), shift(kind == "Q4_0" ? -8 : 0),
+        code_bytes(is_wide ? 32 : 16), bytes(2 + (has_minimum ? 2 : 0) + code_bytes) {
+    if (!has_minimum && !is_wide && shift == 0) throw std::invalid_argument("GGUF types are Q4_0, Q4_1 and Q8_0");
+  }
+
+  // Scale * code is exact in float32: however it is compiled, the sum with the minimum is rounded once.
+  void read(const uint8_t* block, float* values) const {
+    const float scale = half_at(block), minimum = has_minimum ? half_at(block + 2) : 0.0f;
+    const uint8_t* codes = block + bytes - code_bytes;
+    if (is_wide) {
+      for (int i = 0; i < 32; ++i) values[i] = scale * static_cast<float>(static_cast<int8_t>(codes[i]));
+      return;
+    }
+    for (int i = 0; i < 16; ++i) {
+      values[i] = static_cast<float>((codes[i] & 15) + shift);
+      values[16 + i] = static_cast<float>((codes[i] >> 4) + shift);
+    }
+    for (int i = 0; i < 32; ++i) values[i] *= scale;
+    if (!has_minimum) return;
+    for (int i = 0; i < 32; ++i) values[i] += minimum;
+  }
+
+  static float half_at(const uint8_t* at) {
+    uint16_t half;
+    std::memcpy(&half, at, 2);
+    return from_f16(half);
+  }
+
+  bool has_minimum, is_wide;
+  int shift, code_bytes, bytes;
+};
+
+uint16_t nearest_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void dequantize_gguf(const std::string& kind, uintptr_t blocks, int64_t count, uintptr_t out, Dtype dtype) {
+  if (dtype == Dtype::i8) throw std::invalid_argument("values are float32 or bfloat16");
+  constexpr int64_t kAtOnce = 1024;
+  const GGUFBlock layout(kind);
+  parallel_for((count + kAtOnce - 1) / kAtOnce, [&](int64_t chunk) {
+    for (int64_t i = chunk * kAtOnce; i < std::min(count, (chunk + 1) * kAtOnce); ++i) {
+      float values[32];
+      layout.read(reinterpret_cast<const uint8_t*>(blocks) + i * layout.bytes, values);
+      if (dtype == Dtype::f32) {
+        std::memcpy(reinterpret_cast<float*>(out) + i * 32, values, sizeof values);
+      } else {
+        for (int j = 0; j < 32; ++j) reinterpret_cast<uint16_t*>(out)[i * 32 + j] = nearest_bf16(values[j]);
+      }
+    }
+  });
+}
+
 }  // namespace
 
 void bind_quant(nb::module_& m) {
@@ -245,6 +305,9 @@ void bind_quant(nb::module_& m) {
         nb::arg("dtype"), nb::arg("bits"), nb::arg("group"), nb::arg("codes"), nb::arg("scales"),
         nb::call_guard<nb::gil_scoped_release>(),
         "Codes and scales of weight [n, k]: float16, of groups of `group` values of a row, or float32, of rows, if it is 0.");
+  m.def("dequantize_gguf", &dequantize_gguf, nb::arg("kind"), nb::arg("blocks"), nb::arg("count"), nb::arg("out"),
+        nb::arg("dtype"), nb::call_guard<nb::gil_scoped_release>(),
+        "The values of `count` blocks of a GGUF type, float32 or bfloat16, of which a block has 32.");
   m.def("linear_quant", &linear_quant, nb::arg("parts"), nb::arg("x"), nb::arg("x_stride"), nb::arg("x_dtype"),
         nb::arg("out"), nb::arg("out_stride"), nb::arg("out_dtype"), nb::arg("add") = 0, nb::arg("add_stride") = 0,
         nb::arg("activation") = Activation::none, nb::arg("bias") = 0, nb::arg("gated") = false,

@@ -97,7 +97,7 @@ def run(arguments: Arguments) -> int:
     _check(files, params)
     from octavo.engine.llm_engine import LLMEngine
 
-    engine = LLMEngine.from_files(files)
+    engine = LLMEngine(files)
     if lora is not None:
         engine.add_lora(lora)
     params = read_sampling_params(arguments, {**DEFAULTS, **engine.inputs.default_sampling})
@@ -131,11 +131,12 @@ def _check(files: ModelFiles, params: SamplingParams) -> None:
         ConfigError: see above.
     """
     from octavo.engine.chat_template import choose_template
+    from octavo.engine.input_processor import InputProcessor
 
     try:
         choose_template(files.tokenizer.chat_templates, None, has_tools=False)
         if params.structured_outputs is not None:
-            files.inputs().grammars.compile(params.structured_outputs)
+            InputProcessor(files).grammars.compile(params.structured_outputs)
     except InvalidRequestError as e:
         raise ConfigError(f"{files.options.model}: {e}") from None
 

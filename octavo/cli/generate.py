@@ -22,10 +22,10 @@ from octavo.cli.engine_flags import (
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream
 from octavo.cli.prompts import Job, read_jobs
 from octavo.cli.sampling_flags import PREFIX, add_beam_flags, add_sampling_flags, number
-from octavo.core.adapters import LoRARequest
 from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
 from octavo.core.outputs import RequestMetrics, RequestOutput
-from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
+from octavo.core.request_options import RequestOptions
+from octavo.core.sampling_params import DefaultMaxTokens
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import LLMEngine
@@ -87,28 +87,35 @@ def run(arguments: Arguments) -> int:
     config = read_engine_config(arguments, take_model(arguments, more_words=True))
     try:
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}
-        claims = {"priority": arguments.priority, "user": arguments.user, "lora_request": lora}
-        jobs = read_jobs(arguments.words, arguments.input, sampling, as_chat=arguments.chat, claims=claims)
+        options = RequestOptions(priority=arguments.priority, user=arguments.user or "", lora_request=lora)
+        jobs = read_jobs(arguments.words, arguments.input, sampling, as_chat=arguments.chat, options=options)
     except InvalidRequestError as e:
         raise ConfigError(str(e)) from None
     with ExitStack() as stack:
         json_out = stack.enter_context(json_stream(arguments.json)) if arguments.json is not None else None
         start = time.monotonic()
+        from octavo.engine.llm_engine import LLMEngine
         from octavo.engine.model_files import find_files
 
         files = find_files(config)
         _check(files, jobs, arguments.group(PREFIX))
-        engine = None if all(job.error for job in jobs) else _load(files, lora)
+        engine = None
+        if not all(job.error for job in jobs):
+            engine = LLMEngine(files)
+            if lora is not None:
+                engine.add_lora(lora)
         figures = Figures(load_seconds=time.monotonic() - start)
         start = time.monotonic()
-        growing = json_out is None and _can_grow(jobs)
-        for job, output in _run(engine, jobs, growing):
+        # The text of one is printed as it grows if it is read on a terminal.
+        grows = json_out is None and len(jobs) == 1 and sys.stdout.isatty() and jobs[0].has_one_answer
+        for job, output in complete(engine, jobs, grows=grows):
             figures.count(job, output)
-            if growing:
-                _print_error(job)
-            elif json_out is not None:
+            if json_out is not None:
                 _write_line(json_out, _as_json(job, output))
-            else:
+                continue
+            if job.error is not None:
+                print(f"octavo: error: prompt {job.index + 1}: {job.error}", file=sys.stderr)
+            if output is not None and not grows:
                 _print_text(job, output, alone=len(jobs) == 1)
         figures.seconds = time.monotonic() - start
         if json_out is not None:
@@ -119,85 +126,44 @@ def run(arguments: Arguments) -> int:
 
 def _check(files: ModelFiles, jobs: list[Job], given: Mapping[str, Any]) -> None:
     """Gives the jobs the model's defaults of parameters that are not ``given``, and checks them before it is loaded."""
-    inputs = files.inputs()
+    from octavo.engine.input_processor import InputProcessor
+
+    inputs = InputProcessor(files)
     defaults = {name: value for name, value in files.default_sampling.items() if name not in given}
     for job in jobs:
         job.take_defaults(defaults)
         job.check(inputs)
 
 
-def _load(files: ModelFiles, lora: LoRARequest | None) -> LLMEngine:
-    from octavo.engine.llm_engine import LLMEngine
-
-    engine = LLMEngine.from_files(files)
-    if lora is not None:
-        engine.add_lora(lora)
-    return engine
-
-
-def _run(engine: LLMEngine | None, jobs: list[Job], growing: bool) -> Iterator[tuple[Job, RequestOutput | None]]:
-    """The outputs of the jobs; without an engine there is nothing that could be served."""
-    if engine is None:
-        return ((job, None) for job in jobs)
-    return show_growing(engine, jobs[0]) if growing else complete(engine, jobs)
-
-
-def complete(engine: LLMEngine, jobs: list[Job]) -> Iterator[tuple[Job, RequestOutput | None]]:
+def complete(engine: LLMEngine | None, jobs: list[Job], *, grows: bool) -> Iterator[tuple[Job, RequestOutput | None]]:
     """Runs all jobs as one batch; yields them in order, each as soon as it and those before it have ended.
 
-    A refused job has ``error`` set and no output.
+    A refused job has ``error`` set and no output; if all are, no engine is needed. If it ``grows``, the text of the
+    only job is printed meanwhile.
     """
     for job in jobs:
-        _add(engine, job, streaming=False)
-    ended: dict[str, RequestOutput] = {}
+        if engine is not None and job.error is None:
+            try:
+                engine.add_request(str(job.index), job.tokenized, job.params, job.options, streaming=grows)
+            except InvalidRequestError as e:
+                job.error = str(e)
+    outputs: dict[str, RequestOutput] = {}
     for job in jobs:
-        if job.error is not None:
+        if engine is None or job.error is not None:
             yield job, None
             continue
         request_id = str(job.index)
-        while request_id not in ended:
+        while request_id not in outputs or not outputs[request_id].finished:
             if not engine.has_unfinished_requests():
                 raise WorkerError(f"the engine has no more work, but request {request_id} has not ended")
-            ended.update((output.request_id, output) for output in engine.step())
-        result = ended.pop(request_id)
-        job.error = _error_of(result)
+            for output in engine.step():
+                if grows:
+                    print(output.outputs[0].text, end="\n" if output.finished else "", flush=True)
+                before = outputs.get(output.request_id)
+                outputs[output.request_id] = output if before is None else before + output
+        result = outputs.pop(request_id)
+        job.error = next((o.error for o in result.outputs if o.finish_reason == "error"), None)
         yield job, result
-
-
-def show_growing(engine: LLMEngine, job: Job) -> Iterator[tuple[Job, RequestOutput | None]]:
-    """Runs one job and prints its text as it grows; yields it as ``complete`` does, when it has ended."""
-    _add(engine, job, streaming=True)
-    whole: RequestOutput | None = None
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            print(output.outputs[0].text, end="", flush=True)
-            whole = output if whole is None else whole + output
-    if whole is not None:
-        print(flush=True)
-        job.error = _error_of(whole)
-    yield job, whole
-
-
-def _can_grow(jobs: list[Job]) -> bool:
-    """Whether the text can be printed as it grows: there is one, and it is read on a terminal."""
-    if len(jobs) != 1 or not sys.stdout.isatty():
-        return False
-    params = jobs[0].params
-    return isinstance(params, SamplingParams) and params.num_sequences == 1
-
-
-def _add(engine: LLMEngine, job: Job, *, streaming: bool) -> None:
-    """Queues a job; one that is refused has its ``error`` set."""
-    if job.error is not None:
-        return
-    try:
-        engine.add_request(str(job.index), job.tokenized, job.params, **job.claims, streaming=streaming)
-    except InvalidRequestError as e:
-        job.error = str(e)
-
-
-def _error_of(output: RequestOutput) -> str | None:
-    return next((o.error for o in output.outputs if o.finish_reason == "error"), None)
 
 
 class Figures:
@@ -223,15 +189,8 @@ class Figures:
 
     def as_json(self) -> dict[str, float]:
         """Content of the summary line."""
-        return {
-            "requests": self.requests,
-            "failed": self.failed,
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "load_seconds": self.load_seconds,
-            "seconds": self.seconds,
-            "output_tokens_per_second": self.output_tokens_per_second,
-        }
+        names = ("requests", "failed", "prompt_tokens", "output_tokens", "load_seconds", "seconds")
+        return {name: getattr(self, name) for name in (*names, "output_tokens_per_second")}
 
     def as_text(self) -> str:
         """The figures as a line of text."""
@@ -247,15 +206,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _print_error(job: Job) -> None:
-    if job.error is not None:
-        print(f"octavo: error: prompt {job.index + 1}: {job.error}", file=sys.stderr)
-
-
-def _print_text(job: Job, output: RequestOutput | None, *, alone: bool) -> None:
-    _print_error(job)
-    if output is None:
-        return
+def _print_text(job: Job, output: RequestOutput, *, alone: bool) -> None:
     for completion in output.outputs:
         if not alone or len(output.outputs) > 1:
             number = f"{job.index + 1}" if len(output.outputs) == 1 else f"{job.index + 1}.{completion.index + 1}"
@@ -286,19 +237,16 @@ def _as_json(job: Job, output: RequestOutput | None) -> dict[str, Any]:
 
 def _durations(metrics: RequestMetrics) -> dict[str, float | None]:
     """Times of a request in seconds since its arrival, and counts."""
-
-    def since_arrival(moment: float | None) -> float | None:
-        return None if moment is None else moment - metrics.arrival_time
-
+    moments = {
+        "first_token_seconds": metrics.first_token_time,
+        "last_token_seconds": metrics.last_token_time,
+        "total_seconds": metrics.finished_time,
+    }
+    counts = ("num_cached_tokens", "num_preemptions", "num_draft_tokens", "num_accepted_draft_tokens")
     return {
         "queue_seconds": metrics.time_in_queue,
-        "first_token_seconds": since_arrival(metrics.first_token_time),
-        "last_token_seconds": since_arrival(metrics.last_token_time),
-        "total_seconds": since_arrival(metrics.finished_time),
-        "num_cached_tokens": metrics.num_cached_tokens,
-        "num_preemptions": metrics.num_preemptions,
-        "num_draft_tokens": metrics.num_draft_tokens,
-        "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
+        **{name: None if time is None else time - metrics.arrival_time for name, time in moments.items()},
+        **{name: getattr(metrics, name) for name in counts},
     }
 
 

@@ -187,14 +187,16 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
         OctavoError: the model is unknown, cannot be downloaded, or is not supported.
     """
     from octavo.core.kv_spec import group_layers
-    from octavo.loader.resolve import resolve_model
+    from octavo.loader.gguf_parts import split_paths
+    from octavo.loader.resolve import gguf_source, resolve_model
     from octavo.models.config import read_model_config
     from octavo.models.sizes import kv_bytes_per_token, num_active_parameters, num_parameters, outline
 
-    folder = resolve_model(options.model, dtype=options.dtype, revision=options.revision)
-    config = read_model_config(folder)
+    folder = resolve_model(options.model, revision=options.revision)
+    config, gguf = read_model_config(folder), gguf_source(options.model)
     dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
     network = outline(config, dtype, None, options.kv_cache_dtype)
+    files = Path(folder).glob("*.safetensors") if gguf is None else split_paths(gguf)
     return {
         "name": options.model,
         "description": BUILTIN[options.model].description if options.model in BUILTIN else None,
@@ -202,7 +204,7 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
         "architecture": config.architecture,
         "checkpoint_dtype": config.checkpoint_dtype,
         "quantization": None if config.quantization is None else config.quantization.name,
-        "weight_bytes": sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) or None,
+        "weight_bytes": sum(file.stat().st_size for file in files) or None,
         "parameters": num_parameters(network),
         "active_parameters": num_active_parameters(network),
         "context_length": config.max_position,
@@ -232,11 +234,11 @@ def check_facts(options: EngineConfig) -> dict[str, Any]:
         OctavoError: the model is unknown, cannot be downloaded, or is not supported.
     """
     from octavo.loader.check import check_model
-    from octavo.loader.resolve import resolve_model
+    from octavo.loader.resolve import gguf_source, resolve_model
     from octavo.models.config import read_model_config
 
-    folder = resolve_model(options.model, dtype=options.dtype, revision=options.revision)
-    return msgspec.to_builtins(check_model(folder, read_model_config(folder)))
+    folder = resolve_model(options.model, revision=options.revision)
+    return msgspec.to_builtins(check_model(folder, read_model_config(folder), gguf_source(options.model)))
 
 
 def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:

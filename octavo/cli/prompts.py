@@ -15,6 +15,7 @@ import msgspec
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError
 from octavo.core.prompts import TokensPrompt
+from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options_from_keywords
 from octavo.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 _BEAM_KEYS = ("beam_width", "length_penalty", "early_stopping")
 _SAMPLING_KEYS = tuple(name for name in SamplingParams.__struct_fields__ if name != "logits_processors")
-#: What scheduling policies look at; arguments of ``LLMEngine.add_request``.
-_CLAIM_KEYS = ("priority", "user", "ttft_target", "tpot_target")
-_LINE_KEYS = (*_PROMPT_KEYS, *_CLAIM_KEYS, *_SAMPLING_KEYS, *_BEAM_KEYS)
+#: Of ``RequestOptions``: what scheduling policies look at.
+_OPTION_KEYS = ("priority", "user", "ttft_target", "tpot_target")
+_LINE_KEYS = (*_PROMPT_KEYS, *_OPTION_KEYS, *_SAMPLING_KEYS, *_BEAM_KEYS)
 
 
 @dataclass(slots=True)
@@ -39,8 +40,7 @@ class Job:
     #: A conversation in place of the prompt, for the chat template.
     messages: list[dict[str, Any]] | None = None
     error: str | None = None
-    #: For the scheduling policy: ``priority``, ``user``, ``ttft_target``, ``tpot_target``; those that are given.
-    claims: Mapping[str, Any] = field(default_factory=dict)
+    options: RequestOptions = DEFAULT_OPTIONS
     #: Parameters of its own, from a JSON line.
     own: frozenset[str] = frozenset()
     #: Its tokens, once ``check`` has made them.
@@ -50,12 +50,16 @@ class Job:
         """Makes its tokens and checks it as the engine will; ``error`` is set if it cannot be served."""
         if self.error is not None:
             return
-        claims = {name: value for name, value in self.claims.items() if name != "lora_request"}
         try:
             prompt = self.prompt if self.messages is None else inputs.tokenizer.encode_chat(self.messages)
-            self.token_ids = inputs.process(str(self.index), prompt, self.params, **claims).prompt_token_ids
+            self.token_ids = inputs.process(str(self.index), prompt, self.params, self.options).prompt_token_ids
         except (InvalidRequestError, TokenizerError) as e:
             self.error = str(e)
+
+    @property
+    def has_one_answer(self) -> bool:
+        """Whether there is one completion, whose text may grow."""
+        return isinstance(self.params, SamplingParams) and self.params.num_sequences == 1
 
     @property
     def tokenized(self) -> TokensPrompt:
@@ -80,7 +84,7 @@ def read_jobs(
     sampling: Mapping[str, Any],
     *,
     as_chat: bool,
-    claims: Mapping[str, Any] | None = None,
+    options: RequestOptions = DEFAULT_OPTIONS,
 ) -> list[Job]:
     """All prompts in order; an invalid one carries its error and does not affect the others.
 
@@ -89,7 +93,7 @@ def read_jobs(
         file: path of more prompts, ``-`` for standard input; without words and file, standard input if it is piped.
         sampling: parameters for all, with a ``beam_width`` those of a beam search; a JSON line may give its own.
         as_chat: texts are questions of a conversation.
-        claims: see ``Job``; of all, a JSON line may give its own.
+        options: of all; a JSON line may give its own.
 
     Raises:
         ConfigError: there is no prompt, or the file cannot be read.
@@ -98,17 +102,16 @@ def read_jobs(
     params = _make_params(sampling)
     if file is None and not words and not sys.stdin.isatty():
         file = "-"
-    jobs = [_from_text(index, word, params, as_chat) for index, word in enumerate(words)]
+    example = Job(0, "", params, options=options)
+    jobs = [_from_text(example, word, index, as_chat) for index, word in enumerate(words)]
     if file is not None:
         lines = [line for line in _read_lines(file) if line.strip()]
         is_json = file.endswith((".jsonl", ".ndjson")) or _looks_like_json_lines(lines)
         for index, line in enumerate(lines, start=len(jobs)):
             if is_json:
-                jobs.append(_from_json(index, line, sampling, params, as_chat))
+                jobs.append(_from_json(example, line, index, as_chat, sampling))
             else:
-                jobs.append(_from_text(index, line, params, as_chat))
-    for job in jobs:
-        job.claims = {**(claims or {}), **job.claims}
+                jobs.append(_from_text(example, line, index, as_chat))
     if not jobs:
         raise ConfigError("no prompt given: name some after the model, or use --input FILE or standard input")
     return jobs
@@ -147,34 +150,31 @@ def _make_params(values: Mapping[str, Any]) -> SamplingParams | BeamSearchParams
     return SamplingParams(**{name: value for name, value in values.items() if name != "beam_width"})
 
 
-def _from_text(index: int, text: str, params: SamplingParams | BeamSearchParams, as_chat: bool) -> Job:
-    return Job(index, text, params, [{"role": "user", "content": text}] if as_chat else None)
+def _from_text(example: Job, text: str, index: int, as_chat: bool) -> Job:
+    return replace(example, index=index, prompt=text, messages=[{"role": "user", "content": text}] if as_chat else None)
 
 
-def _from_json(
-    index: int, line: str, sampling: Mapping[str, Any], params: SamplingParams | BeamSearchParams, as_chat: bool
-) -> Job:
+def _from_json(example: Job, line: str, index: int, as_chat: bool, sampling: Mapping[str, Any]) -> Job:
     try:
         key, value, own = _parse_line(line)
-        claims = {key: own.pop(key) for key in _CLAIM_KEYS if key in own}
-        claims = {key: value for key, value in claims.items() if value is not None}
-        if own:
-            params = _make_params({**sampling, **own})
+        options = options_from_keywords(
+            "a line", {key: own.pop(key) for key in _OPTION_KEYS if key in own}, example.options
+        )
+        params = _make_params({**sampling, **own}) if own else example.params
+        job = replace(example, index=index, prompt=value, params=params, options=options, own=frozenset(own))
         if key == "prompt" and isinstance(value, str):
-            return replace(_from_text(index, value, params, as_chat), claims=claims, own=frozenset(own))
+            return _from_text(job, value, index, as_chat)
         if key == "prompt_token_ids" and as_chat:
             raise InvalidRequestError("prompt_token_ids cannot pass through a chat template; leave out --chat")
         if key == "prompt" or not isinstance(value, list):
             raise InvalidRequestError(f"{key} must be a {'text' if key == 'prompt' else 'list'}, not {value!r}")
     except InvalidRequestError as e:
-        return Job(index, line, params, error=str(e))
-    if key == "messages":
-        return Job(index, "", params, value, claims=claims, own=frozenset(own))
-    return Job(index, value, params, claims=claims, own=frozenset(own))
+        return replace(example, index=index, prompt=line, error=str(e))
+    return replace(job, prompt="", messages=value) if key == "messages" else job
 
 
 def _parse_line(line: str) -> tuple[str, Any, dict[str, Any]]:
-    """Key and value of the prompt, and the sampling parameters and claims, of a JSON line."""
+    """Key and value of the prompt, and the sampling parameters and options, of a JSON line."""
     try:
         content = msgspec.json.decode(line)
     except (msgspec.DecodeError, RecursionError) as e:

@@ -31,10 +31,10 @@ def run(arguments: Arguments) -> int:
     """Downloads the model and prints its folder."""
     if len(arguments.words) != 1:
         raise ConfigError("octavo pull takes one NAME, as in: octavo pull smollm2-135m")
-    from octavo.loader.resolve import pull
+    from octavo.loader.resolve import resolve_model
 
     name = arguments.words[0]
-    print(pull(name, progress=True))
+    print(resolve_model(name))
     if name in BUILTIN and BUILTIN[name].is_base:
         print(f"octavo: {name} is a base model: it continues texts and answers no questions", file=sys.stderr)
     return 0

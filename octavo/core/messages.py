@@ -78,6 +78,10 @@ class Unpin(msgspec.Struct, tag=True, array_like=True):
     name: str
 
 
+#: Id of a call whose reply nobody awaits.
+NO_REPLY = -1
+
+
 class Call(msgspec.Struct, tag=True, array_like=True):
     """Asks for a ``Reply``."""
 

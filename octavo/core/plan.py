@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.core.adapters import AdapterRef
+from octavo.core.preparations import Preparation
 from octavo.core.request import AnyTask
-from octavo.core.structured_outputs import Grammar
 
 
 class NewSequence(msgspec.Struct, array_like=True):
@@ -75,27 +74,18 @@ class StepPlan(msgspec.Struct):
     blocks_to_swap_in: list[tuple[int, int]] = []
     #: (source, target), both on the device; a source may have several targets.
     blocks_to_copy: list[tuple[int, int]] = []
-    #: Keys of adapters that the workers drop from host memory, and from the slot that one may have. One whose load has
-    #: failed may be among them: of several workers, some may have it.
-    adapters_to_drop: list[str] = []
-    #: Adapters that the workers begin to read into host memory, beside this step and those after it; a result says when
-    #: one is there. After a step that failed, drops, loads and places may come again: what is done already is no error,
-    #: and an adapter that is there already is reported again.
-    adapters_to_load: list[AdapterRef] = []
-    #: (slot, key): adapters in host memory that get a slot on the device, in place of what is in it.
-    adapters_to_place: list[tuple[int, str]] = []
-    #: Whether nothing can be computed before an adapter is loaded: the step waits until one is, or has failed, or for
+    #: Keys of what the workers forget, and take from the slot that it may have. Something whose preparation has failed
+    #: may be among them: of several workers, some may have it.
+    drop: list[str] = []
+    #: What the workers begin to prepare, beside this step and those after it; a result says when it is done. After a
+    #: step that failed, drops, preparations and places may come again: what is done already is no error, and is
+    #: reported again.
+    prepare: list[Preparation] = []
+    #: (slot, key): prepared things that get a slot on the device, of those of their kind, in place of what is in it.
+    place: list[tuple[int, str]] = []
+    #: Whether nothing can be computed before something is prepared: the step waits until it is, or has failed, or for
     #: some milliseconds, after which new requests may be there.
-    awaits_adapter: bool = False
-    #: Keys of grammars that the workers forget.
-    grammars_to_drop: list[str] = []
-    #: Keys of grammars that no request waits for any more: one whose compilation has not begun is reported as an error.
-    grammars_to_cancel: list[str] = []
-    #: Grammars that the workers begin to compile, beside this step and those after it; as with adapters, a result says
-    #: when one is compiled, and after a step that failed drops and compilations may come again.
-    grammars_to_compile: list[Grammar] = []
-    #: As ``awaits_adapter``: whether nothing can be computed before a grammar is compiled.
-    awaits_grammar: bool = False
+    awaits_prepared: bool = False
     new: list[NewSequence] = []
     forks: list[Fork] = []
     #: By sequence id: tokens to append that the worker has not appended itself: those that a beam search chose, or that
@@ -169,18 +159,14 @@ class StepResult(msgspec.Struct):
     draft_catch_up_tokens: int = 0
     #: By sequence id; only for sequences that have any.
     extras: dict[int, SequenceResult] = {}
-    #: Keys of adapters that are in host memory since the last result.
-    loaded_adapters: list[str] = []
-    #: By key: why an adapter could not be loaded. Its requests end with this message.
-    adapter_errors: dict[str, str] = {}
-    #: Keys of grammars that are compiled since the last result.
-    compiled_grammars: list[str] = []
-    #: By key: why a grammar could not be compiled. Its requests end with this message.
-    grammar_errors: dict[str, str] = {}
+    #: Keys of what is prepared since the last result.
+    prepared: list[str] = []
+    #: By key: why something could not be prepared. The requests that wait for it end with this message.
+    prepare_errors: dict[str, str] = {}
     #: What this rank has sampled since the ranks were last compared; empty where they are not compared now.
     sampled_digest: bytes = b""
-    #: Seconds of the step that gave adapters their slots, or waited for one that was still being read.
-    adapter_seconds: float = 0.0
+    #: Seconds of the step that gave things their slots, or waited for one that was being prepared.
+    prepare_seconds: float = 0.0
     #: Seconds of the step on the worker, and of them inside kernels (0 where it is not measured).
     seconds: float = 0.0
     kernel_seconds: float = 0.0

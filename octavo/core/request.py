@@ -9,6 +9,7 @@ import msgspec
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.structured_outputs import Grammar
 from octavo.core.untracked import untracked
@@ -22,8 +23,6 @@ class SequenceStatus(enum.Enum):
     """State of a sequence; the finished states give the reason."""
 
     WAITING = "waiting"
-    #: Until the workers have compiled its grammar.
-    WAITING_FOR_GRAMMAR = "waiting for its grammar"
     RUNNING = "running"
     SWAPPED = "swapped"
     FINISHED_STOPPED = "stop"
@@ -38,9 +37,7 @@ class SequenceStatus(enum.Enum):
         return self not in _UNFINISHED
 
 
-_UNFINISHED = frozenset(
-    {SequenceStatus.WAITING, SequenceStatus.WAITING_FOR_GRAMMAR, SequenceStatus.RUNNING, SequenceStatus.SWAPPED}
-)
+_UNFINISHED = frozenset({SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED})
 
 
 class Task(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -179,20 +176,10 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, gc=False):
     task: AnyTask
     #: Seconds of ``time.monotonic()``.
     arrival_time: float = 0.0
-    #: Lower goes first, under the policies that look at it.
-    priority: int | float = 0
-    #: Of the user, as the policies that share by user or learn from users tell them apart.
-    user: str = ""
-    #: Seconds from its arrival to its first token, and between its tokens from there, that the ``deadline`` policy aims
-    #: at; None: as the option of this name says.
-    ttft_target: float | None = None
-    tpot_target: float | None = None
-    #: Requests with different salts share no cached prefix.
-    cache_salt: str = ""
+    #: As the caller said them; what the front end has resolved of them is a field here instead.
+    options: RequestOptions = DEFAULT_OPTIONS
     #: The adapter that the network runs with.
     adapter: AdapterRef | None = None
-    #: Of a shared prefix, which samples nothing: the name under which its blocks are pinned once computed.
-    pin_as: str | None = None
     #: In the order of their offsets; they do not overlap.
     features: list[Feature] = []
     #: What the output is likely to be: it is drafted, and changes nothing of it.
@@ -206,5 +193,5 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, gc=False):
     @property
     def cache_context(self) -> str:
         """What block contents depend on besides tokens and features: salt and adapter, one text for each pair."""
-        salt = f"{len(self.cache_salt)}:{self.cache_salt}"
+        salt = f"{len(self.options.cache_salt)}:{self.options.cache_salt}"
         return salt if self.adapter is None else f"{salt}/{self.adapter.key}"

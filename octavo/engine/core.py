@@ -12,10 +12,11 @@ from typing import Any
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.config import MAX_LOGPROBS_ON_GPU, EngineConfig
-from octavo.core.errors import AdapterError, ConfigError, EngineStateError
+from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.idle_options import idle_options
 from octavo.core.kv_groups import GroupBlocks, KVLayout
 from octavo.core.model_config import ModelConfig
+from octavo.core.preparations import adapter_preparation, limits_of
 from octavo.core.startup import StartupFacts
 from octavo.engine.draft_vocabulary import check_draft_model
 from octavo.engine.step_loop import StepLoop
@@ -25,9 +26,8 @@ from octavo.kernels import resolve_device
 from octavo.memory.block_manager import BlockManager
 from octavo.models.config import read_model_config
 from octavo.models.sizes import num_parameters, outline
-from octavo.scheduler.adapters import Adapters
-from octavo.scheduler.grammars import Grammars
 from octavo.scheduler.policies import load_policy
+from octavo.scheduler.preparations import Preparations
 from octavo.scheduler.scheduler import Scheduler
 from octavo.speculation.speculator import make_speculator
 
@@ -83,8 +83,7 @@ class EngineCore(StepLoop):
             for count, host_count, (block_bytes, window) in zip(counts, host_counts, groups, strict=True)
         ]
         executor.collective_rpc("make_cache", [counts, host_counts, self.max_model_len])
-        adapters = Adapters(options) if options.enable_lora or options.enable_prompt_adapter else None
-        scheduler = self._new_scheduler(executor, sizes, adapters, Grammars())
+        scheduler = self._new_scheduler(executor, sizes, Preparations(limits_of(options)))
         super().__init__(scheduler, executor, max_in_flight=_steps_in_flight(options))
         checkpoint = self.model_config.quantization
         #: What the engine got, also logged.
@@ -109,9 +108,7 @@ class EngineCore(StepLoop):
         #: While it sleeps nothing can be computed.
         self.is_sleeping = False
 
-    def _new_scheduler(
-        self, executor: Executor, sizes: list[GroupBlocks], adapters: Adapters | None, grammars: Grammars
-    ) -> Scheduler:
+    def _new_scheduler(self, executor: Executor, sizes: list[GroupBlocks], preparations: Preparations) -> Scheduler:
         """A scheduler over blocks of these sizes, which are new too, with the cost of moving one."""
         options = self.options
         self.blocks = self._new_blocks(
@@ -129,8 +126,7 @@ class EngineCore(StepLoop):
             speculator=make_speculator(options.speculative_config),
             runs_ahead=_steps_in_flight(options) > 1,
             num_stages=executor.num_stages,
-            adapters=adapters,
-            grammars=grammars,
+            preparations=preparations,
         )
         if options.preemption_mode == "auto":  # the only mode that needs the cost of moving a block
             seconds = executor.measure_swap()
@@ -157,14 +153,11 @@ class EngineCore(StepLoop):
         Raises:
             AdapterError: so many are pinned that no other could run, or its kind is not enabled.
         """
-        if self.scheduler.adapters is None:
-            raise AdapterError(f"adapter {adapter.name!r} needs the option enable_lora or enable_prompt_adapter")
-        self.scheduler.adapters.pin(adapter)
+        self.scheduler.preparations.pin(adapter_preparation(adapter), adapter.name)
 
     def unpin_adapter(self, key: str) -> None:
         """Lets a pinned adapter go when others need its place; nothing happens if it is not pinned."""
-        if self.scheduler.adapters is not None:
-            self.scheduler.adapters.unpin(key)
+        self.scheduler.preparations.unpin(key)
 
     def sleep(self, level: int = 1) -> None:
         """Frees memory until ``wake_up``; the prefix cache is reset. See ``LLM.sleep`` for the levels.

@@ -28,7 +28,7 @@ def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) 
     assert given.model is not None
     dummy = options.load_format == "dummy"
     try:
-        draft_folder = resolve_model(given.model, dtype=options.dtype, revision=given.revision, weights=not dummy)
+        draft_folder = resolve_model(given.model, revision=given.revision, weights=not dummy)
     except ModelNotFoundError as e:
         raise ModelNotFoundError(f"speculative_config: {e}") from None
     draft_size = read_model_config(draft_folder).vocab_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,14 +11,15 @@ import msgspec
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.config import MAX_LOGPROBS, EngineConfig
+from octavo.core.config import MAX_LOGPROBS
 from octavo.core.errors import InvalidRequestError
 from octavo.core.logits_plugins import LogitsPlugins
-from octavo.core.prompts import FOREIGN_KEYS, PROMPT_KEYS
-from octavo.core.prompts import Prompt as Prompt
-from octavo.core.request import Beam, EngineCoreRequest, Feature, Generate
-from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams, check_number
-from octavo.engine.tokenizer import NoTokenizer, Tokenizer
+from octavo.core.prompts import FOREIGN_KEYS, PROMPT_KEYS, Prompt
+from octavo.core.request import Beam, EngineCoreRequest, Generate
+from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
+from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
+from octavo.engine.model_files import ModelFiles
+from octavo.engine.tokenizer import NoTokenizer
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.sandbox.pool import Sandbox
 from octavo.scheduler.policies import POLICIES, policy_class
@@ -27,6 +27,10 @@ from octavo.scheduler.policies import POLICIES, policy_class
 _MASK64 = (1 << 64) - 1
 #: 2**64 / golden ratio: spreads consecutive numbers over all 64 bits (Knuth, TAOCP vol. 3, section 6.4).
 _SPREAD = 0x9E3779B97F4A7C15
+#: Options that the front end makes other fields of a core's request of, or needs itself: none of them is sent.
+_RESOLVED: dict[str, Any] = {
+    "arrival_time": None, "lora_request": None, "prediction": None, "visible_tokens": frozenset(), "client": "",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -38,7 +42,6 @@ class ProcessedRequest:
     prompt_token_ids: list[int]
     params: SamplingParams | BeamSearchParams
     group: EngineCoreRequest
-    arrival_time: float
     #: Special tokens that are part of the text although others are not.
     visible_tokens: frozenset[int] = frozenset()
 
@@ -51,29 +54,19 @@ class ProcessedRequest:
 class InputProcessor:
     """Checks requests against one model. Owns the numbering of groups."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        options: EngineConfig,
-        *,
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
-        max_model_len: int,
-        default_sampling: Mapping[str, Any] | None = None,
-    ) -> None:
-        """``vocab_size`` is the network's; ``max_model_len`` in tokens, prompt and output together.
-
-        ``default_sampling``: the model's own values for fields of ``SamplingParams`` that a caller leaves out.
-        """
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.eos_token_ids = eos_token_ids
-        self.max_model_len = max_model_len
-        self.default_sampling = dict(default_sampling or {})
+    def __init__(self, files: ModelFiles, max_model_len: int | None = None) -> None:
+        """``max_model_len`` in tokens, prompt and output together; by default that of the options, or of the model."""
+        options, config, self.tokenizer = files.options, files.model_config, files.tokenizer
+        #: That of the network, which may have more embeddings than the tokenizer has tokens.
+        self.vocab_size = vocab_size = config.vocab_size
+        self.eos_token_ids = config.eos_token_ids
+        self.max_model_len = max_model_len or options.max_model_len or config.max_position
+        #: The model's own values for fields of ``SamplingParams`` that a caller leaves out.
+        self.default_sampling = dict(files.default_sampling)
         #: Runs what requests bring as programs; for all of this frontend.
         self.sandbox = Sandbox()
         self.grammars = GrammarCompiler(
-            self.sandbox, tokenizer.special_texts, vocab_size, options.structured_outputs_compile_seconds
+            self.sandbox, files.tokenizer.special_texts, vocab_size, options.structured_outputs_compile_seconds
         )
         #: Checked in C: a loop in Python takes 5 ms for 100,000 tokens, during which a server does nothing else.
         self._token_ids: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
@@ -91,50 +84,29 @@ class InputProcessor:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams,
-        *,
-        priority: float = 0,
-        arrival_time: float | None = None,
-        cache_salt: str = "",
-        user: str | None = None,
-        ttft_target: float | None = None,
-        tpot_target: float | None = None,
-        prediction: str | Sequence[int] | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
         adapter: AdapterRef | None = None,
-        features: Sequence[Feature] = (),
-        visible_tokens: frozenset[int] = frozenset(),
     ) -> ProcessedRequest:
         """Tokenizes and checks one request; nothing is changed if it is refused.
 
-        ``arrival_time``: seconds of ``time.monotonic()``; None: now. ``user``, targets and ``prediction``: see
-        ``LLMEngine.add_request``. ``adapter``: one that was checked (``AdapterRegistry``). ``visible_tokens``: special
-        tokens that are part of the text although others are not.
+        ``adapter``: what its ``lora_request`` names (``AdapterRegistry``).
 
         Raises:
             InvalidRequestError: the prompt or a parameter cannot be served by this model.
         """
-        arrival = _arrival(arrival_time)
+        arrival = time.monotonic() if options.arrival_time is None else float(options.arrival_time)
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise InvalidRequestError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
-        self._check_priority(priority)
-        if user is not None and not isinstance(user, str):
-            raise InvalidRequestError(f"user must be text, not {user!r}")
-        for name, target in (("ttft_target", ttft_target), ("tpot_target", tpot_target)):
-            self._check_target(name, target)
+        self._check_policy(options)
         if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
-            cache_salt = prompt["cache_salt"]
-        if not isinstance(cache_salt, str):
-            raise InvalidRequestError(f"cache_salt must be text, not {cache_salt!r}")
-        if features:
-            raise InvalidRequestError(
-                f"the model takes text alone, but the request has features (images or audio): {len(features)} of them"
-            )
+            options = msgspec.structs.replace(options, cache_salt=prompt["cache_salt"])
         text, token_ids = self.read_prompt(prompt)
         virtual = 0 if adapter is None else adapter.num_virtual_tokens
         params.validate()  # a field may have been assigned after construction
         if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-self._prompt_room(params, params.truncate_prompt_tokens, virtual) :]
         token_ids = self._check_prompt(token_ids, virtual, samples=params.max_tokens != 0)
-        predicted = self._read_prediction(prediction)
+        predicted = self._read_prediction(options.prediction)
         limit = self._max_tokens(params.max_tokens, len(token_ids), virtual)
         fitted = params if limit is params.max_tokens else msgspec.structs.replace(params, max_tokens=limit)
         group = EngineCoreRequest(
@@ -142,16 +114,12 @@ class InputProcessor:
             prompt_token_ids=[*range(self.vocab_size, self.vocab_size + virtual), *token_ids] if virtual else token_ids,
             task=self._beam(fitted) if isinstance(fitted, BeamSearchParams) else self._generate(fitted),
             arrival_time=arrival,
-            priority=priority,
-            user=user or "",
-            ttft_target=ttft_target,
-            tpot_target=tpot_target,
-            cache_salt=cache_salt,
+            options=msgspec.structs.replace(options, **_RESOLVED),
             adapter=adapter,
             prediction=predicted,
         )
         self._next_group_id += 1
-        return ProcessedRequest(request_id, text, token_ids, params, group, arrival, visible_tokens)
+        return ProcessedRequest(request_id, text, token_ids, params, group, options.visible_tokens)
 
     def default_params(self) -> SamplingParams:
         """New parameters for a request that brings none: the model's own defaults, and for the rest those here."""
@@ -233,8 +201,6 @@ class InputProcessor:
             return []
         if isinstance(prediction, str):
             prediction = self.tokenizer.encode(prediction, add_special_tokens=False)
-        elif not isinstance(prediction, (list, tuple)):
-            raise InvalidRequestError(f"prediction must be text or a list of token ids, not {prediction!r}")
         return self._checked_ids("prediction", prediction[: self.max_model_len])
 
     def _checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
@@ -248,27 +214,23 @@ class InputProcessor:
             ) from None
         return checked
 
-    def _check_priority(self, priority: float) -> None:
-        check_number("priority", priority, -math.inf, math.inf)
-        if priority and not self._policy_class.uses_priority:
-            known = ", ".join(name for name, policy in POLICIES.items() if policy.uses_priority)
+    def _check_policy(self, options: RequestOptions) -> None:
+        """Refuses what the scheduling policy does not look at."""
+        if options.priority and not self._policy_class.uses_priority:
+            names = ", ".join(name for name, policy in POLICIES.items() if policy.uses_priority)
             raise InvalidRequestError(
                 f"priority must be 0 under scheduling_policy {self._policy!r}, which does not look at it, not "
-                f"{priority}; policies that do: {known}, or a module:Class"
+                f"{options.priority}; policies that do: {names}, or a module:Class"
             )
-
-    def _check_target(self, name: str, target: float | None) -> None:
-        if target is None:
+        if self._policy_class.uses_targets:
             return
-        check_number(name, target, 0, math.inf)
-        if not target:
-            raise InvalidRequestError(f"{name} must be above 0 seconds, not {target}")
-        if not self._policy_class.uses_targets:
-            known = ", ".join(name for name, policy in POLICIES.items() if policy.uses_targets)
-            raise InvalidRequestError(
-                f"{name} must be left out under scheduling_policy {self._policy!r}, which does not look at it; "
-                f"policies that do: {known}, or a module:Class that says so"
-            )
+        for name in ("ttft_target", "tpot_target"):
+            if getattr(options, name) is not None:
+                names = ", ".join(name for name, policy in POLICIES.items() if policy.uses_targets)
+                raise InvalidRequestError(
+                    f"{name} must be left out under scheduling_policy {self._policy!r}, which does not look at it; "
+                    f"policies that do: {names}, or a module:Class that says so"
+                )
 
     def _max_tokens(self, wanted: int | None, num_prompt_tokens: int, virtual: int) -> int | None:
         """``max_tokens`` if the context has room for it after the prompt; one that no caller named is cut to that."""
@@ -309,15 +271,3 @@ class InputProcessor:
 
 def _counted(tokens: int, virtual: int) -> str:
     return f"{tokens} tokens and the adapter {virtual} virtual ones" if virtual else f"{tokens} tokens"
-
-
-def _arrival(given: float | None) -> float:
-    """The arrival of a request, in seconds of ``time.monotonic()``: as given, or now."""
-    now = time.monotonic()
-    if given is None:
-        return now
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not -math.inf < given <= now:
-        raise InvalidRequestError(
-            f"arrival_time must be a past moment in seconds of time.monotonic(), which is at {now:.3f}, not {given!r}"
-        )
-    return float(given)

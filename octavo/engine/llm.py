@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
-from octavo.core.adapters import LoRARequest, PromptAdapterRequest
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config_sources import resolve_config
 from octavo.core.errors import AdapterError, ConfigError, InvalidRequestError, OctavoError
-from octavo.core.foreign_options import check_keywords
 from octavo.core.interrupts import HeldInterrupts
 from octavo.core.metrics import Metric, metrics_of
 from octavo.core.outputs import RequestOutput
+from octavo.core.prompts import Prompt
+from octavo.core.request_options import RequestOptions, check_one_each, check_request_keywords, options_for_each
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.input_processor import Prompt
 from octavo.engine.llm_arguments import (
     Conversation,
-    Prediction,
     as_messages,
-    claims_of,
     is_conversation,
     is_single,
-    one_each,
     refused,
     template_variables,
 )
 from octavo.engine.llm_engine import LLMEngine
+from octavo.engine.model_files import find_files
 from octavo.engine.progress import Bar, Progress
-from octavo.engine.shared_prefixes import SharedPrefix
 from octavo.engine.stat_loggers import StatLogger
 from octavo.engine.tokenizer import Tokenizer
 
@@ -39,7 +35,7 @@ STATUS_INTERVAL = 10.0
 Params = SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None
 
 
-class LLM:
+class LLM(LLMEngine):
     """A model ready to generate.
 
     >>> llm = LLM(model="smollm2-135m")
@@ -50,6 +46,9 @@ class LLM:
 
     Ctrl-C comes between two steps, ends the requests of the call, and leaves the engine as it was. A second one within
     two seconds, while the first waits for a step, ends the process (code 130).
+
+    ``generate``, ``beam_search`` and ``chat`` take the fields of ``RequestOptions`` as keywords, such as ``priority``,
+    ``user``, ``lora_request`` and ``prediction``: one value for all prompts, or a list with one for each.
 
     Further keywords of vLLM's methods (``tokenization_kwargs=None``, ...) are accepted at the values that mean what is
     done anyway, and otherwise refused with the reason; see docs/coming-from-vllm.md.
@@ -81,12 +80,17 @@ class LLM:
             options["log_stats_interval"] = None
         elif disable_log_stats is not None:
             options.setdefault("log_stats_interval", STATUS_INTERVAL)
-        self.llm_engine = LLMEngine.from_config(resolve_config({"model": str(model), **options}), stat_loggers)
+        super().__init__(find_files(resolve_config({"model": str(model), **options})), stat_loggers)
         self._ids = itertools.count()
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, which this is: for requests that are added and read one by one."""
+        return self
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self.llm_engine.tokenizer
+        return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """New parameters with the model's own defaults, which a call without ``sampling_params`` has.
@@ -94,7 +98,7 @@ class LLM:
         They are those of the model's generation_config.json (option ``generation_config``), and for fields that it does
         not set those of ``SamplingParams``.
         """
-        return self.llm_engine.inputs.default_params()
+        return self.inputs.default_params()
 
     def generate(
         self,
@@ -102,13 +106,6 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: Bar = True,
-        priority: float | Sequence[float] | None = 0,
-        user: str | Sequence[str | None] | None = None,
-        ttft_target: float | Sequence[float | None] | None = None,
-        tpot_target: float | Sequence[float | None] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        prompt_adapter_request: PromptAdapterRequest | Sequence[PromptAdapterRequest | None] | None = None,
-        prediction: Prediction = None,
         **keywords: Any,
     ) -> list[RequestOutput]:
         """Completes prompts (text, token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``), one or many.
@@ -120,43 +117,21 @@ class LLM:
             sampling_params: one for all prompts, or one for each, taken as they are; by default
                 ``get_default_sampling_params()``.
             use_tqdm: shows a progress bar, or what makes one in place of ``tqdm.tqdm``.
-            priority: one for all prompts, or one for each: integers or finite floats, of which the lower goes first,
-                for policies that look at them (``scheduling_policy="static"``).
-            user: whose requests they are, one for all or one for each, for policies that look at it.
-            ttft_target: seconds from its arrival to the first token of a request, one for all or one for each, for
-                policies that look at it (``scheduling_policy="deadline"``).
-            tpot_target: seconds between its tokens after the first; as ``ttft_target``.
-            lora_request: the adapter of all, or of each; None: the model itself. Needs ``enable_lora=True``, or
-                ``enable_prompt_adapter=True`` if it is a prompt adapter.
-            prompt_adapter_request: a prompt adapter, in place of ``lora_request``.
-            prediction: what the output is likely to be, as text or token ids, one for all or one for each: tokens that
-                it has indeed come sooner, and the output is the same.
             keywords: see the class.
 
         Raises:
-            InvalidRequestError: a single prompt cannot be served, or there are not as many parameters as prompts.
+            InvalidRequestError: a single prompt cannot be served, a keyword is wrong, or there are not as many
+                parameters as prompts.
             AdapterError: the adapter of a single prompt cannot be used.
         """
-        check_keywords("generate", keywords)
+        check_request_keywords("generate", keywords)
         single = is_single(prompts)
         many = [cast(Prompt, prompts)] if single else list(cast("Sequence[Prompt]", prompts))
-        adapters = lora_request, prompt_adapter_request
-        claims = claims_of(priority, user, ttft_target, tpot_target, adapters, prediction, len(many))
-        return self._run([(p, None) for p in many], sampling_params, use_tqdm, claims, single)
+        options = options_for_each("generate", keywords, len(many))
+        return self._run([(p, None) for p in many], sampling_params, use_tqdm, options, single)
 
     def beam_search(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: BeamSearchParams,
-        *,
-        use_tqdm: Bar = True,
-        priority: float | Sequence[float] | None = 0,
-        user: str | Sequence[str | None] | None = None,
-        ttft_target: float | Sequence[float | None] | None = None,
-        tpot_target: float | Sequence[float | None] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        prompt_adapter_request: PromptAdapterRequest | Sequence[PromptAdapterRequest | None] | None = None,
-        **keywords: Any,
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: Bar = True, **keywords: Any
     ) -> list[RequestOutput]:
         """The ``beam_width`` likeliest continuations of each prompt, best first, each with its ``score``.
 
@@ -168,21 +143,10 @@ class LLM:
         Raises:
             InvalidRequestError: as for ``generate``.
         """
-        outputs = self.generate(
-            prompts,
-            params,
-            use_tqdm=use_tqdm,
-            priority=priority,
-            user=user,
-            ttft_target=ttft_target,
-            tpot_target=tpot_target,
-            lora_request=lora_request,
-            prompt_adapter_request=prompt_adapter_request,
-            **keywords,
-        )
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm, **keywords)
         for output in outputs:
             if output.prompt is None:
-                output.prompt = self.get_tokenizer().decode(output.prompt_token_ids)
+                output.prompt = self.tokenizer.decode(output.prompt_token_ids)
         return outputs
 
     def chat(
@@ -191,13 +155,6 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: Bar = True,
-        priority: float | Sequence[float] | None = 0,
-        user: str | Sequence[str | None] | None = None,
-        ttft_target: float | Sequence[float | None] | None = None,
-        tpot_target: float | Sequence[float | None] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        prompt_adapter_request: PromptAdapterRequest | Sequence[PromptAdapterRequest | None] | None = None,
-        prediction: Prediction = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -215,15 +172,8 @@ class LLM:
         Args:
             messages: a conversation: its messages, or one message, or a text, which is a user's message; or a list of
                 conversations, in which a text is a conversation too.
-            sampling_params: as for ``generate``; ``use_tqdm``, ``priority`` and ``keywords`` too.
+            sampling_params: as for ``generate``; ``use_tqdm`` too.
             use_tqdm: see there.
-            priority: see there; ``user`` and the targets too.
-            user: see there.
-            ttft_target: see there.
-            tpot_target: see there.
-            lora_request: see there.
-            prompt_adapter_request: see there.
-            prediction: see there; of what the assistant answers.
             add_generation_prompt: ends the prompt with what opens the assistant's answer.
             continue_final_message: the answer continues the last message; needs ``add_generation_prompt=False``.
             tools: JSON schemas of callable tools.
@@ -236,7 +186,7 @@ class LLM:
                 given.
             TokenizerError: the template is not valid.
         """
-        check_keywords("chat", keywords)
+        check_request_keywords("chat", keywords)
         single = is_conversation(messages)
         conversations = [cast("Conversation", messages)] if single else list(cast("Sequence[Conversation]", messages))
         options = {
@@ -249,45 +199,12 @@ class LLM:
         rendered: list[tuple[Prompt, OctavoError | None]] = []
         for conversation in conversations:
             try:
-                ids = self.get_tokenizer().encode_chat(as_messages(conversation), **options, **variables)
+                ids = self.tokenizer.encode_chat(as_messages(conversation), **options, **variables)
                 rendered.append((ids, None))
             except InvalidRequestError as e:
                 rendered.append(([], e))
-        adapters = lora_request, prompt_adapter_request
-        claims = claims_of(priority, user, ttft_target, tpot_target, adapters, prediction, len(rendered))
-        return self._run(rendered, sampling_params, use_tqdm, claims, single)
-
-    def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
-        """Computes the beginning of prompts to come, and keeps its KV cache blocks until ``remove_shared_prefix``.
-
-        >>> name = llm.add_shared_prefix(system_prompt)
-        >>> llm.generate(system_prompt + question)[0].metrics.num_cached_tokens
-
-        The text is tokenized as a prompt's beginning is. All of its tokens are shared, by requests without a
-        ``cache_salt``. The answers are the same as without it.
-
-        Returns:
-            Its name: ``name``, or by default ``prefix-1`` and so on.
-
-        Raises:
-            ConfigError: the prefix cache is off, the name is in use, or too few blocks would be left for a request of
-                ``max_model_len`` tokens.
-            InvalidRequestError: it is no prompt, or too long.
-            EngineStateError: the engine sleeps.
-        """
-        return self.llm_engine.add_shared_prefix(prompt, name)
-
-    def remove_shared_prefix(self, name: str) -> None:
-        """Releases a shared prefix; its blocks stay cached until they are needed.
-
-        Raises:
-            ConfigError: there is none of this name.
-        """
-        self.llm_engine.remove_shared_prefix(name)
-
-    def shared_prefixes(self) -> list[SharedPrefix]:
-        """The shared prefixes, each with ``name``, ``token_ids`` and ``num_blocks``."""
-        return self.llm_engine.shared_prefixes()
+        each = options_for_each("chat", keywords, len(rendered))
+        return self._run(rendered, sampling_params, use_tqdm, each, single)
 
     def encode(self, *_: object, **__: object) -> NoReturn:
         """Refuses, as the methods for vectors and scores of vLLM do here: there are no pooling models.
@@ -301,78 +218,34 @@ class LLM:
 
     embed = classify = score = reward = encode
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        """Calls a method of every worker, or a function with each worker as its first argument: answers by rank.
-
-        Where workers run in other processes, arguments and answers are plain data, and a function is found there by
-        its name, so it must be importable. ``timeout`` in seconds.
-
-        Raises:
-            ConfigError: there is no such method, or something cannot be sent.
-            EngineDeadError: a worker is lost.
-            TimeoutError: not all have answered in time; the workers are ended.
-            Exception: the method failed on a worker.
-        """
-        return self.llm_engine.collective_rpc(method, args, kwargs, timeout)
-
-    def reset_prefix_cache(self) -> bool:
-        """Forgets the contents of all blocks that requests to come could share; true, as it always succeeds."""
-        self.llm_engine.reset_prefix_cache()
-        return True
-
     def get_metrics(self) -> list[Metric]:
         """Queues and blocks now (``Gauge``), and totals since the start (``Counter``), each with name and value."""
-        return metrics_of(self.llm_engine.stats())
-
-    def sleep(self, level: int = 1) -> None:
-        """Frees memory until ``wake_up``, for other programs. Meanwhile requests raise ``EngineStateError``.
-
-        Level 1 drops the KV cache with its prefixes; on a GPU the weights move to host memory, on a CPU they stay,
-        packed as they are. Level 2 drops the weights too: ``wake_up`` reads them again from the checkpoint.
-
-        Raises:
-            ConfigError: there is no such level.
-            EngineStateError: requests are unfinished.
-        """
-        self.llm_engine.sleep(level)
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether requests are refused until ``wake_up``."""
-        return self.llm_engine.is_sleeping
-
-    def wake_up(self) -> None:
-        """Restores weights and KV cache; nothing happens if it is not sleeping."""
-        self.llm_engine.wake_up()
+        return metrics_of(self.stats())
 
     def _run(
         self,
         prompts: list[tuple[Prompt, OctavoError | None]],
         sampling_params: Params,
         use_tqdm: Bar,
-        claims: list[dict[str, Any]],
+        options: list[RequestOptions],
         single: bool,
     ) -> list[RequestOutput]:
         given = sampling_params or self.get_default_sampling_params()
-        params = one_each("sampling_params", given, (SamplingParams, BeamSearchParams), len(prompts))
+        if isinstance(given, (SamplingParams, BeamSearchParams)):
+            given = [given] * len(prompts)
+        check_one_each("sampling_params", given, len(prompts))
         outputs: dict[str, RequestOutput] = {}
         order = []
         with HeldInterrupts() as interrupts:
             try:
-                for (prompt, error), param, claim in zip(prompts, params, claims, strict=True):
+                for (prompt, error), params, said in zip(prompts, given, options, strict=True):
                     interrupts.deliver()
                     request_id = str(next(self._ids))
                     order.append(request_id)
                     try:
                         if error is not None:
                             raise error
-                        self.llm_engine.add_request(request_id, prompt, param, streaming=False, **claim)
+                        self.add_request(request_id, prompt, params, said, streaming=False)
                     except (InvalidRequestError, AdapterError) as e:
                         if single:
                             raise
@@ -380,7 +253,7 @@ class LLM:
                 self._finish_all(outputs, len(order), use_tqdm, interrupts)
             finally:  # an interrupt leaves nothing behind
                 for request_id in order:
-                    self.llm_engine.abort_request(request_id)
+                    self.abort_request(request_id)
         return [outputs[request_id] for request_id in order]
 
     def _finish_all(
@@ -388,8 +261,8 @@ class LLM:
     ) -> None:
         """Steps until every request has ended, showing prompts done and tokens a second."""
         with Progress(use_tqdm, total, len(outputs)) as progress:
-            while self.llm_engine.has_unfinished_requests():
+            while self.has_unfinished_requests():
                 interrupts.deliver()
-                for output in self.llm_engine.step():
+                for output in self.step():
                     outputs[output.request_id] = output
                     progress.add(output)

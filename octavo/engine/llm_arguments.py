@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.core.adapters import LoRARequest, PromptAdapterRequest
 from octavo.core.errors import InvalidRequestError, OctavoError
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
@@ -14,8 +13,6 @@ from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 Message = dict[str, Any]
 #: Its messages, or a text or message alone.
 Conversation = Sequence[Message] | Message | str
-#: Of all, or of each.
-Prediction = str | Sequence[int] | Sequence[str | Sequence[int] | None] | None
 
 
 def is_single(prompts: object) -> bool:
@@ -53,43 +50,6 @@ def template_variables(given: Mapping[str, Any] | None, options: Mapping[str, An
         if name in options or name in ("messages", "template", "tokenize"):
             raise InvalidRequestError(f"chat_template_kwargs must not hold {name!r}, which is an argument of its own")
     return given
-
-
-def one_each(name: str, value: Any, kind: type | tuple[type, ...], count: int) -> list[Any]:
-    """A value for each of ``count`` prompts, from one for all (of this type) or one for each."""
-    if isinstance(value, kind):
-        return [value] * count
-    if isinstance(value, Sequence) and len(value) == count:
-        return list(value)
-    given = f"{len(value)} of them" if isinstance(value, Sequence) else repr(value)
-    raise InvalidRequestError(f"{name} must be one for all prompts or one for each of the {count}, not {given}")
-
-
-def claims_of(
-    priority: Any,
-    user: Any,
-    ttft_target: Any,
-    tpot_target: Any,
-    adapters: tuple[Any, Any],
-    prediction: Any,
-    count: int,
-) -> list[dict[str, Any]]:
-    """What each of ``count`` requests brings besides prompt and parameters, by keyword of ``LLMEngine.add_request``."""
-    numbers = (int, float, type(None))
-    if isinstance(prediction, Sequence) and all(isinstance(token, int) for token in prediction):
-        prediction = [prediction] * count  # token ids of one for all
-    columns = {
-        "priority": one_each("priority", priority or 0, (int, float), count),
-        "user": one_each("user", user, (str, type(None)), count),
-        "ttft_target": one_each("ttft_target", ttft_target, numbers, count),
-        "tpot_target": one_each("tpot_target", tpot_target, numbers, count),
-        "lora_request": one_each("lora_request", adapters[0], (LoRARequest, type(None)), count),
-        "prompt_adapter_request": one_each(
-            "prompt_adapter_request", adapters[1], (PromptAdapterRequest, type(None)), count
-        ),
-        "prediction": one_each("prediction", prediction, (str, type(None)), count),
-    }
-    return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 
 
 def refused(request_id: str, prompt: Any, error: OctavoError) -> RequestOutput:

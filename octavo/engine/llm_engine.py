@@ -6,24 +6,24 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from octavo.core.adapters import LoRARequest, PromptAdapterRequest, one_adapter
+from octavo.core.adapters import LoRARequest
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
-from octavo.core.errors import EngineStateError, InvalidRequestError, memory_errors
+from octavo.core.errors import EngineStateError, memory_errors
 from octavo.core.interrupts import HeldInterrupts, holding_interrupts
 from octavo.core.messages import check_sendable
 from octavo.core.outputs import RequestOutput
+from octavo.core.prompts import Prompt
+from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options_from_keywords
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import SchedulerStats
-from octavo.engine.adapters import make_registry
 from octavo.engine.core import EngineCore
-from octavo.engine.input_processor import InputProcessor, Prompt
+from octavo.engine.front_end import FrontEnd
 from octavo.engine.model_files import ModelFiles, find_files
-from octavo.engine.output_processor import OutputProcessor, check_increments
-from octavo.engine.shared_prefixes import SharedPrefix, SharedPrefixes
+from octavo.engine.output_processor import check_increments
+from octavo.engine.shared_prefixes import SharedPrefix
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.step_meter import StepMeter
-from octavo.engine.tokenizer import Tokenizer
 
 
 class LLMEngine:
@@ -39,51 +39,36 @@ class LLMEngine:
     """
 
     def __init__(
-        self,
-        core: EngineCore,
-        tokenizer: Tokenizer,
-        stat_loggers: Sequence[StatLogger] = (),
-        default_sampling: Mapping[str, Any] | None = None,
+        self, files: ModelFiles, stat_loggers: Sequence[StatLogger] = (), core: EngineCore | None = None
     ) -> None:
-        """``stat_loggers`` get the statistics of each step; ``default_sampling``: see ``InputProcessor``."""
-        self.core = core
-        self._stat_loggers = make_stat_loggers(core.options, stat_loggers)
-        self._meter = StepMeter(core) if self._stat_loggers else None
-        self.tokenizer = tokenizer
-        self.inputs = InputProcessor(
-            tokenizer,
-            core.options,
-            vocab_size=core.model_config.vocab_size,
-            eos_token_ids=core.model_config.eos_token_ids,
-            max_model_len=core.max_model_len,
-            default_sampling=default_sampling or {},
-        )
-        self._outputs = OutputProcessor(tokenizer)
-        #: The adapters that requests may name.
-        self.adapters = make_registry(core.options, core.model_config)
-        self.adapters.on_unpin = core.unpin_adapter
-        self._prefixes = SharedPrefixes(core.options, self.inputs)
+        """Reads the weights and makes the model ready; ``stat_loggers`` get the statistics of each step.
+
+        ``core``: one that has loaded the files already.
+
+        Raises:
+            OctavoError: the model is unreadable, unsupported, or does not fit.
+        """
+        with memory_errors():
+            self.core = core or EngineCore(files.options, files.folder)
+            self._stat_loggers = make_stat_loggers(files.options, stat_loggers)
+            self._meter = StepMeter(self.core) if self._stat_loggers else None
+            self.front_end = FrontEnd(files, self.core.max_model_len)
+        self.tokenizer, self.inputs = self.front_end.tokenizer, self.front_end.inputs
+        self.adapters = self.front_end.adapters
+        self.adapters.on_unpin = self.core.unpin_adapter
         #: Of a step at whose end an interrupt came.
         self._not_returned: list[RequestOutput] = []
+        for text, name in files.prefixes:
+            self.add_shared_prefix(text, name)
 
-    @classmethod
-    def from_config(cls, options: EngineConfig, stat_loggers: Sequence[StatLogger] = ()) -> LLMEngine:
+    @staticmethod
+    def from_config(options: EngineConfig, stat_loggers: Sequence[StatLogger] = ()) -> LLMEngine:
         """Finds (or fetches) the model and makes it ready; ``stat_loggers`` get the statistics of each step.
 
         Raises:
             OctavoError: the model is unknown, unreadable, unsupported, or does not fit.
         """
-        return cls.from_files(find_files(options), stat_loggers)
-
-    @classmethod
-    def from_files(cls, files: ModelFiles, stat_loggers: Sequence[StatLogger] = ()) -> LLMEngine:
-        """Reads the weights of a model that was found; see ``from_config``."""
-        with memory_errors():
-            core = EngineCore(files.options, files.folder)
-            engine = cls(core, files.tokenizer, stat_loggers, files.default_sampling)
-        for text, name in files.prefixes:
-            engine.add_shared_prefix(text, name)
-        return engine
+        return LLMEngine(find_files(options), stat_loggers)
 
     @holding_interrupts
     def add_request(
@@ -91,30 +76,15 @@ class LLMEngine:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
         *,
-        priority: float = 0,
-        arrival_time: float | None = None,
-        cache_salt: str = "",
-        user: str | None = None,
-        ttft_target: float | None = None,
-        tpot_target: float | None = None,
-        lora_request: LoRARequest | None = None,
-        prompt_adapter_request: PromptAdapterRequest | None = None,
-        prediction: str | Sequence[int] | None = None,
         streaming: bool = True,
+        **keywords: Any,
     ) -> None:
         """Queues a request. If ``streaming``, each step gives what it adds to it; else its end gives the whole.
 
-        Without ``params`` it has the model's defaults (see ``EngineConfig.generation_config``).
-        ``priority``: an integer or a finite float; the lower goes first. Refused, if not 0, under a policy that does
-        not look at it. ``arrival_time``: a past moment in seconds of ``time.monotonic()``, by default now; policies,
-        ageing, the scheduler's delay and the metrics count from it. Different salts share no cached prefix.
-        ``user``: whose request it is, for policies that look at it. ``ttft_target``, ``tpot_target``: seconds to the
-        first token and between those after it, refused under a policy that does not look at them.
-        ``lora_request`` or ``prompt_adapter_request``: the adapter that it runs with, which is loaded if it is not yet.
-        ``prediction``: what the output is likely to be, as text or token ids. Tokens that it has indeed come sooner,
-        and the output does not depend on it.
-        ``output_kind`` FINAL_ONLY of the parameters means the same as ``streaming=False``.
+        Without ``params`` it has the model's defaults (see ``EngineConfig.generation_config``). ``output_kind``
+        FINAL_ONLY of the parameters means the same as ``streaming=False``. ``keywords``: fields of ``RequestOptions``.
 
         Raises:
             InvalidRequestError: the request cannot be served; the engine is as before.
@@ -125,29 +95,14 @@ class LLMEngine:
             raise EngineStateError("the engine sleeps: wake_up() must come before a request")
         if streaming:
             check_increments(params)
-        if request_id in self._outputs:
-            raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
-        named = one_adapter(lora_request, prompt_adapter_request)
+        options = options_from_keywords("add_request", keywords, options)
+        named = options.lora_request
         adapter = None if named is None else self.adapters.load(named)
-        request = self.inputs.process(
-            request_id,
-            prompt,
-            params if params is not None else self.inputs.default_params(),
-            priority=priority,
-            arrival_time=arrival_time,
-            cache_salt=cache_salt,
-            user=user,
-            ttft_target=ttft_target,
-            tpot_target=tpot_target,
-            prediction=prediction,
-            adapter=adapter,
-        )
+        request = self.front_end.process(request_id, prompt, params, options, adapter)
         if not self.core.executor.in_process:
             check_sendable(request.group)
-        self._outputs.open(request, streaming=streaming)
+        self.front_end.open(request, streaming=streaming)
         self.core.scheduler.add(request.group)
-        if adapter is not None:
-            self.adapters.begin(request.group.group_id, adapter)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step: what it added to each streaming request, and other requests as a whole where they end."""
@@ -163,23 +118,18 @@ class LLMEngine:
         else:
             outputs, stats = self._meter.step()
             log_stats(self._stat_loggers, stats)
-        ready, stopped = self._outputs.process(outputs)
+        ready, stopped = self.front_end.receive(outputs)
         for group_id, index in stopped:
             self.core.stop(group_id, index)
-        if self.adapters.in_use:
-            for request in ready:
-                if request.finished:
-                    self.adapters.end(request.group_id)
         return [request.take() for request in ready]
 
     @holding_interrupts
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request at once and frees all it holds: its last output, or None if it is not open."""
-        request = self._outputs.abort(request_id)
+        request = self.front_end.abort(request_id)
         if request is None:
             return None
         self.core.abort(request.group_id)
-        self.adapters.end(request.group_id)
         return request.take()
 
     @holding_interrupts
@@ -230,16 +180,36 @@ class LLMEngine:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Calls a method of every worker, or a function with each worker; see ``LLM.collective_rpc``."""
+        """Calls a method of every worker, or a function with each worker as its first argument: answers by rank.
+
+        Where workers run in other processes, arguments and answers are plain data, and a function is found there by
+        its name, so it must be importable. ``timeout`` in seconds.
+
+        Raises:
+            ConfigError: there is no such method, or something cannot be sent.
+            EngineDeadError: a worker is lost.
+            TimeoutError: not all have answered in time; the workers are ended.
+            Exception: the method failed on a worker.
+        """
         return self.core.executor.collective_rpc(method, args, kwargs, timeout)
 
     @holding_interrupts
-    def reset_prefix_cache(self) -> None:
-        """Forgets the contents of all blocks that requests to come could share."""
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the contents of all blocks that requests to come could share; true, as it always succeeds."""
         self.core.blocks.reset_prefix_cache()
+        return True
 
     def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
-        """Computes the beginning of prompts to come, and keeps its blocks until ``remove_shared_prefix``; its name.
+        """Computes the beginning of prompts to come, and keeps its KV cache blocks until ``remove_shared_prefix``.
+
+        >>> name = llm.add_shared_prefix(system_prompt)
+        >>> llm.generate(system_prompt + question)[0].metrics.num_cached_tokens
+
+        The text is tokenized as a prompt's beginning is. All of its tokens are shared, by requests without a
+        ``cache_salt``. The answers are the same as without it.
+
+        Returns:
+            Its name: ``name``, or by default ``prefix-1`` and so on.
 
         Raises:
             ConfigError: the prefix cache is off, the name is in use, or too few blocks would be left for a request of
@@ -252,13 +222,13 @@ class LLMEngine:
             state = "the engine sleeps" if self.core.is_sleeping else "requests are unfinished"
             raise EngineStateError(f"{state}: a shared prefix cannot be computed now")
         with HeldInterrupts() as interrupts:
-            prefix = self._prefixes.add(prompt, name)
+            prefix = self.front_end.prefixes.add(prompt, name)
             self._compute_prefix(prefix, interrupts)
         return prefix.name
 
     def _compute_prefix(self, prefix: SharedPrefix, interrupts: HeldInterrupts) -> None:
-        request = self._prefixes.request(prefix)
-        self._outputs.open(request, streaming=False)
+        request = self.front_end.prefixes.request(prefix)
+        self.front_end.open(request, streaming=False)
         self.core.scheduler.add(request.group)
         outputs: list[RequestOutput] = []
         try:
@@ -269,7 +239,7 @@ class LLMEngine:
             self.abort_request(request.request_id)
             self.remove_shared_prefix(prefix.name)
             raise
-        self._prefixes.check(prefix, outputs[0])
+        self.front_end.prefixes.check(prefix, outputs[0])
 
     @holding_interrupts
     def remove_shared_prefix(self, name: str) -> None:
@@ -278,16 +248,24 @@ class LLMEngine:
         Raises:
             ConfigError: there is none of this name.
         """
-        self._prefixes.remove(name)
+        self.front_end.prefixes.remove(name)
         self.core.blocks.pinned.remove(name)
 
     def shared_prefixes(self) -> list[SharedPrefix]:
         """The shared prefixes, in the order in which they were added."""
-        return list(self._prefixes)
+        return list(self.front_end.prefixes)
 
     @holding_interrupts
     def sleep(self, level: int = 1) -> None:
-        """Frees memory until ``wake_up``; see ``LLM.sleep`` for the levels, and ``EngineCore.sleep`` for errors."""
+        """Frees memory until ``wake_up``, for other programs. Meanwhile requests raise ``EngineStateError``.
+
+        Level 1 drops the KV cache with its prefixes; on a GPU the weights move to host memory, on a CPU they stay,
+        packed as they are. Level 2 drops the weights too: ``wake_up`` reads them again from the checkpoint.
+
+        Raises:
+            ConfigError: there is no such level.
+            EngineStateError: requests are unfinished.
+        """
         self.core.sleep(level)
 
     @property
@@ -304,12 +282,12 @@ class LLMEngine:
                 for adapter in self.adapters:
                     if adapter.pinned:
                         self.core.pin_adapter(adapter.ref)
-                for prefix in self._prefixes:
+                for prefix in self.front_end.prefixes:
                     self._compute_prefix(prefix, interrupts)
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do."""
-        return self._outputs.num_open > 0 or bool(self._not_returned)
+        return self.front_end.outputs.num_open > 0 or bool(self._not_returned)
 
     def stats(self) -> SchedulerStats:
         """Queues and blocks now, and what was scheduled, preempted, swapped and found in the prefix cache so far."""

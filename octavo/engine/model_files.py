@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,8 @@ from typing import Any
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, memory_errors
 from octavo.core.logits_plugins import LogitsPlugins
+from octavo.core.model_config import ModelConfig
 from octavo.engine.chat_template import read_chat_template
-from octavo.engine.input_processor import InputProcessor
-from octavo.engine.shared_prefixes import read_files
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
 from octavo.models.config import default_sampling, read_model_config
@@ -26,22 +25,11 @@ class ModelFiles:
     options: EngineConfig
     folder: Path
     tokenizer: Tokenizer
+    model_config: ModelConfig
     #: The model's own values for fields of ``SamplingParams`` that a caller leaves out.
     default_sampling: Mapping[str, Any]
     #: Texts and names of the option ``shared_prefix``.
     prefixes: list[tuple[str, str]]
-
-    def inputs(self) -> InputProcessor:
-        """Checks requests before the engine is there. The engine may still refuse what exceeds its KV cache."""
-        config = read_model_config(self.folder)
-        return InputProcessor(
-            self.tokenizer,
-            self.options,
-            vocab_size=config.vocab_size,
-            eos_token_ids=config.eos_token_ids,
-            max_model_len=self.options.max_model_len or config.max_position,
-            default_sampling=self.default_sampling,
-        )
 
 
 def check_classes(options: EngineConfig) -> None:
@@ -54,26 +42,56 @@ def check_classes(options: EngineConfig) -> None:
     LogitsPlugins(options.logits_processors or ())
 
 
-def find_files(options: EngineConfig) -> ModelFiles:
-    """Finds (or fetches) the model; wrong names in options are refused before.
+def read_files(options: EngineConfig) -> list[tuple[str, str]]:
+    """Text and name of each file that the option ``shared_prefix`` lists.
 
     Raises:
-        OctavoError: an option is wrong, or the model is unknown, unreadable or unsupported.
+        ConfigError: a file cannot be read, or is not UTF-8.
+    """
+    files = []
+    for path in options.shared_prefix or ():
+        try:
+            files.append((Path(path).read_bytes().decode("utf-8"), path))
+        except (OSError, UnicodeDecodeError) as e:
+            reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"cannot read shared prefix {path}: {reason}") from None
+    return files
+
+
+def find_files(options: EngineConfig) -> ModelFiles:
+    """``find_model`` for an engine in this process.
+
+    Raises:
+        ConfigError: it shall have several replicas.
+        OctavoError: as ``find_model``.
     """
     if options.data_parallel_size > 1:
         raise ConfigError(
             f"data_parallel_size ({options.data_parallel_size}) is for AsyncLLM and octavo serve; in one program "
             "make several engines, or use octavo.data"
         )
+    return find_model(options)
+
+
+def find_model(options: EngineConfig, when_found: Callable[[Path], object] = lambda folder: None) -> ModelFiles:
+    """Finds (or fetches) the model; wrong names in options are refused before.
+
+    ``when_found`` is called with its folder, before the tokenizer is read: a core may load the weights meanwhile.
+
+    Raises:
+        OctavoError: an option is wrong, or the model is unknown, unreadable or unsupported.
+    """
     check_classes(options)
     prefixes = read_files(options)
     read_chat_template(options.chat_template)
     folder = resolve_model(
         options.model,
-        dtype=options.dtype,
         revision=options.revision,
         weights=options.load_format != "dummy",
     )
+    sampling = default_sampling(options.generation_config, folder)
+    when_found(folder)
     with memory_errors():
-        tokenizer = find_tokenizer(options, folder)
-        return ModelFiles(options, folder, tokenizer, default_sampling(options.generation_config, folder), prefixes)
+        return ModelFiles(
+            options, folder, find_tokenizer(options, folder), read_model_config(folder), sampling, prefixes
+        )

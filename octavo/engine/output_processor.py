@@ -137,7 +137,7 @@ class OutputProcessor:
             and params.num_sequences == params.n
             and params.output_kind is not RequestOutputKind.FINAL_ONLY
         )
-        request = RequestState(source, params, RequestMetrics(source.arrival_time), streaming)
+        request = RequestState(source, params, RequestMetrics(source.group.arrival_time), streaming)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         for index in range(params.num_sequences):

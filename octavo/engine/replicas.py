@@ -7,12 +7,13 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from octavo.core.errors import EngineDeadError, OctavoError
-from octavo.core.messages import Abort, Add, Ready, Start, StepDone, ToCore
+from octavo.core.messages import Add, Ready, Start, StepDone, ToCore, check_sendable
 from octavo.core.option_parts import FIRST_STEP_TIMEOUT
 from octavo.core.request import EngineCoreRequest
 from octavo.engine.core_client import CoreClient, CoreProcess
@@ -33,8 +34,8 @@ class _Open:
     #: Tokens that it counts for in the router.
     work: int
     request: EngineCoreRequest
-    #: The message that queues it, until something of it was computed.
-    message: bytes | None
+    #: Whether something of it was computed.
+    has_begun: bool = False
 
 
 @dataclass(slots=True)
@@ -66,10 +67,10 @@ class Replicas:
             core.client.on_step = partial(self._receive, number)
             core.client.on_death = partial(self._lose, number)
 
-    def start(self, options: dict[str, Any], folder: str, log_level: int) -> None:
+    def start(self, options: dict[str, Any], log_level: int, folder: Path) -> None:
         """Tells every core to load its model; ``ready`` waits for them."""
         for number, core in enumerate(self._cores):
-            core.client.send(Start(options, folder, log_level, number))
+            core.client.send(Start(options, str(folder), log_level, number))
 
     async def ready(self) -> Ready:
         """Waits until all have loaded; the longest sequence is that of the core with the smallest KV cache.
@@ -85,29 +86,24 @@ class Replicas:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def encode(self, request: EngineCoreRequest) -> bytes:
-        """The message that queues a request; see ``CoreClient.encode`` for errors."""
-        return self._cores[0].client.encode(Add(request))
-
-    def add(self, request: EngineCoreRequest, message: bytes, replica: int | None = None) -> None:
+    def add(self, request: EngineCoreRequest, replica: int | None = None) -> None:
         """Gives a request to the core ``replica``, or to the one that the router chooses.
 
         Raises:
+            InvalidRequestError: it holds something that cannot be sent to another process.
             EngineDeadError: all cores have died.
         """
+        check_sendable(request)
+        message = self._cores[0].client.encode(Add(request))
         limit = request.task.max_tokens
         work = len(request.prompt_token_ids) + (_EXPECTED_TOKENS if limit is None else limit)
         try:
             chosen = self.router.choose(request.prompt_token_ids, work, request.cache_context, replica)
         except LookupError:
             raise EngineDeadError("all replicas of the engine have ended") from None
-        self._open[request.group_id] = _Open(chosen, work, request, message)
+        self._open[request.group_id] = _Open(chosen, work, request)
         self._cores[chosen].open.add(request.group_id)
         self._cores[chosen].client.send(message)
-
-    def abort(self, group_id: int) -> None:
-        """Ends a request."""
-        self.send(group_id, Abort(group_id))
 
     def send(self, group_id: int, message: ToCore) -> None:
         """Sends a message about a request to the core that has it; nothing happens if it has ended."""
@@ -146,7 +142,7 @@ class Replicas:
         for admission in step.outputs.admissions:
             entry = self._open.get(admission.group_id)
             if entry is not None:
-                entry.message = None
+                entry.has_begun = True
         await self.on_step(step)
 
     def _lose(self, number: int, error: OctavoError) -> None:
@@ -161,10 +157,10 @@ class Replicas:
         moved = 0
         for group_id in sorted(self._cores[number].open):  # in order of arrival
             entry = self._open.pop(group_id)
-            if entry.message is None:
+            if entry.has_begun:
                 lost.append(entry.request)
             else:
-                self.add(entry.request, entry.message)
+                self.add(entry.request)
                 moved += 1
         self._cores[number].open.clear()
         logger.error(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, WorkerError
 from octavo.core.outputs import RequestOutput
+from octavo.core.prompts import Prompt
 from octavo.core.request import SequenceStatus
+from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
+from octavo.engine.input_processor import InputProcessor, ProcessedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +23,6 @@ class SharedPrefix:
     token_ids: tuple[int, ...]
     #: KV cache blocks of these tokens; the last one may be partly filled.
     num_blocks: int
-
-
-def read_files(options: EngineConfig) -> list[tuple[str, str]]:
-    """Text and name of each file that the option ``shared_prefix`` lists.
-
-    Raises:
-        ConfigError: a file cannot be read, or is not UTF-8.
-    """
-    files = []
-    for path in options.shared_prefix or ():
-        try:
-            files.append((Path(path).read_bytes().decode("utf-8"), path))
-        except (OSError, UnicodeDecodeError) as e:
-            reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
-            raise ConfigError(f"cannot read shared prefix {path}: {reason}") from None
-    return files
 
 
 class SharedPrefixes:
@@ -90,9 +75,7 @@ class SharedPrefixes:
 
     def request(self, prefix: SharedPrefix) -> ProcessedRequest:
         """The request that computes it and has it pinned."""
-        request = self._process(prefix.name, list(prefix.token_ids))
-        request.group.pin_as = prefix.name
-        return request
+        return self._process(prefix.name, list(prefix.token_ids), RequestOptions(pin_as=prefix.name))
 
     def check(self, prefix: SharedPrefix, output: RequestOutput) -> None:
         """Forgets a prefix whose request has failed.
@@ -108,10 +91,10 @@ class SharedPrefixes:
         kind = ConfigError if reason == SequenceStatus.FINISHED_IGNORED.value else WorkerError
         raise kind(f"shared prefix {prefix.name!r} cannot be kept: {error or reason}")
 
-    def _process(self, name: str, prompt: Prompt) -> ProcessedRequest:
+    def _process(self, name: str, prompt: Prompt, options: RequestOptions = DEFAULT_OPTIONS) -> ProcessedRequest:
         # With a seed of its own, the seeds of requests without one do not depend on the prefixes before them.
         params = SamplingParams(max_tokens=0, seed=0, detokenize=False)
-        return self._inputs.process(request_id_of(name), prompt, params)
+        return self._inputs.process(request_id_of(name), prompt, params, options)
 
 
 def request_id_of(name: str) -> str:

@@ -21,13 +21,11 @@ class TokenTexts(Protocol):
     special_ids: frozenset[int]
     decoder_kind: str
 
-    def token_text(self, token_id: int) -> str:
-        """See ``Tokenizer``."""
-        ...
-
     def token_bytes(self, token_id: int) -> bytes | None:
-        """See ``Tokenizer``."""
-        ...
+        """The bytes that a token stands for; None for text; empty for an unknown id."""
+
+    def token_text(self, token_id: int) -> str:
+        """What a token adds in the middle of a text."""
 
 
 class TextStream:

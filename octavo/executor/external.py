@@ -84,8 +84,8 @@ class ExternalLauncherExecutor(Executor):
         self._lost = EngineDeadError("the executor was shut down; a new engine must be made")
         self._checks_plans = options.check_plans and world > 1
         self._check = RankCheck(options.rank_check_interval)
-        #: Adapters and grammars that not all processes have yet. Each plans for itself, on what all have reported.
-        self._loading: set[str] = set()
+        #: What not all processes have prepared yet. Each plans for itself, on what all have reported.
+        self._preparing: set[str] = set()
         self._reports = WorkerReports(world)
 
     def start(self) -> None:
@@ -133,8 +133,7 @@ class ExternalLauncherExecutor(Executor):
         worker = self._alive()
         self._compare(plan)
         if worker.layout.world_size > 1:
-            self._loading.update(ref.key for ref in plan.adapters_to_load)
-            self._loading.update(grammar.key for grammar in plan.grammars_to_compile)
+            self._preparing.update(preparation.key for preparation in plan.prepare)
         try:
             return _WithoutTimes(worker.runner.submit(plan), self._receive)
         except Exception as e:
@@ -149,15 +148,14 @@ class ExternalLauncherExecutor(Executor):
         self._combine_reports(result)
 
     def _combine_reports(self, result: StepResult) -> None:
-        """Exchanges what the processes have loaded or compiled, while there is anything that one may report."""
-        if not self._loading:
+        """Exchanges what the processes have prepared, while there is anything that one may report."""
+        if not self._preparing:
             return
         data = _gather(msgspec.msgpack.encode(reports_of(result) or StepResult(result.step)))
         rank = self._alive().rank
         reports = [(i, msgspec.msgpack.decode(part, type=StepResult)) for i, part in enumerate(data) if i != rank]
         self._reports.combine(result, reports, rank)
-        self._loading.difference_update(result.loaded_adapters, result.adapter_errors)
-        self._loading.difference_update(result.compiled_grammars, result.grammar_errors)
+        self._preparing.difference_update(result.prepared, result.prepare_errors)
 
     def _compare(self, plan: StepPlan) -> None:
         """Compares with the other processes what was sampled, and the plan: before it leads them to other collectives.
@@ -207,7 +205,7 @@ class ExternalLauncherExecutor(Executor):
 class _WithoutTimes:
     """Drops measured times from a result: the scheduler learns costs from them, which would differ between ranks.
 
-    ``receive`` takes the result, in which what is reported of adapters and grammars becomes that of all processes.
+    ``receive`` takes the result, in which what is reported of preparations becomes that of all processes.
     """
 
     def __init__(self, step: PendingStep, receive: Callable[[StepResult], None]) -> None:

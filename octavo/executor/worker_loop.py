@@ -129,7 +129,7 @@ class WorkerLoop:
             self._fail(e)
             return
         # One answer is enough: the workers of a stage sample the same tokens, and other stages none.
-        # But each loads adapters and compiles grammars, and those that sample are compared.
+        # But each prepares what requests need, and those that sample are compared.
         self._check.add(result)
         *_, result.sampled_digest = self._check.take()
         answer = result if self._answers_steps else reports_of(result)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +15,12 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.kernels.quantized_rows import QuantizedRows
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: Types of which the compiled kernels compute the values.
+_COMPILED = ("Q4_0", "Q4_1", "Q8_0")
+#: Values that the gguf package dequantises at once: its steps stay in a processor's cache.
+_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -61,8 +72,49 @@ class GGUFRows(QuantizedRows):
 
     def dequantize(self) -> Tensor:
         """The values, float32 of ``shape``."""
-        from gguf.constants import GGMLQuantizationType
-        from gguf.quants import dequantize
-
-        values = torch.from_numpy(dequantize(self.rows, GGMLQuantizationType[self.kind]))
+        values = dequantize(self.kind, self.rows)
         return values.t() if self.transposed else values
+
+
+def dequantize(kind: str, rows: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of rows of a GGUF type, those of the gguf package, rounded to ``dtype``.
+
+    Args:
+        kind: name of the type.
+        rows: uint8 [N, bytes of a row].
+        dtype: of the result [N, K]: float32 or bfloat16.
+    """
+    if kind in _PLAIN:
+        return torch.from_numpy(rows).view(_PLAIN[kind]).to(dtype)
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    number = GGMLQuantizationType[kind]
+    block, size = GGML_QUANT_SIZES[number]
+    out = torch.empty((len(rows), rows.shape[1] // size * block), dtype=dtype)
+    if kind in _COMPILED and (cpu := _compiled()) is not None:
+        rows = np.ascontiguousarray(rows)
+        to = cpu.Dtype.f32 if dtype == torch.float32 else cpu.Dtype.bf16
+        cpu.dequantize_gguf(kind, rows.ctypes.data, rows.size // size, out.data_ptr(), to)
+        return out
+    from gguf.quants import dequantize as by_package
+
+    step = max(1, _AT_ONCE // max(1, out.shape[1]))
+
+    def fill(start: int) -> None:
+        with np.errstate(all="ignore"):  # no warnings of numpy: a damaged scale may be infinite
+            out[start : start + step] = torch.from_numpy(by_package(rows[start : start + step], number))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(fill, range(0, len(rows), step)):
+            pass
+    return out
+
+
+@functools.cache
+def _compiled() -> Any:
+    """The compiled kernels, if they are built and new enough; they are several times faster, whatever the backend."""
+    try:
+        cpu = importlib.import_module("octavo._cpu")
+    except ImportError:
+        return None
+    return cpu if hasattr(cpu, "dequantize_gguf") else None

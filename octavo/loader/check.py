@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octavo.core.errors import WeightError
+from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.loader.quantized.reader import with_unpacking
 from octavo.loader.weights import Stored, missing_tensors, read_headers, read_safetensors, tensor_problem
@@ -76,26 +76,32 @@ def refuse_misfits(folder: Path, config: ModelConfig, entries: Sequence[Entry], 
         raise missing_tensors(missing)
 
 
-def check_model(folder: Path, config: ModelConfig) -> CheckReport:
-    """What is wrong with the weights in ``folder``; all of them are read, a few MB at a time.
+def check_model(folder: Path, config: ModelConfig, gguf: Path | None = None) -> CheckReport:
+    """What is wrong with the weights in ``folder``, or in ``gguf``; all of them are read, a few MB at a time.
 
     Of a quantised checkpoint the tensors of matrices are compared, and scales and plain weights must be finite.
     """
     network = outline(config, "float32")
-    shapes = {name: layer.expected[shard] for name, layer, shard in network.tensors()}
+    shapes = network.tensor_shapes()
     problems: list[Problem] = []
     tensors = size = 0
     try:
-        stored = read_headers(folder)
-        entries: Sequence[Entry] = network.checkpoint_map
-        if config.quantization is not None:
-            entries = with_unpacking(entries, config.quantization, stored, shapes, torch.float32)
-        problems += _header_problems(stored, config, entries, shapes)
-        for name, tensor in read_safetensors(folder):
+        if gguf is None:
+            stored = read_headers(folder)
+            entries: Sequence[Entry] = network.checkpoint_map
+            if config.quantization is not None:
+                entries = with_unpacking(entries, config.quantization, stored, shapes, torch.float32)
+            problems += _header_problems(stored, config, entries, shapes)
+            pairs: Iterator[tuple[str, Tensor]] = read_safetensors(folder)
+        else:
+            from octavo.loader.gguf_weights import GGUFCheckpoint
+
+            pairs = GGUFCheckpoint(gguf, config, shapes).read_all()
+        for name, tensor in pairs:
             tensors, size = tensors + 1, size + tensor.nbytes
             if bad := _count_not_finite(tensor):
                 problems.append(Problem(name, f"{bad} of {tensor.numel()} values are infinite or not a number"))
-    except WeightError as e:
+    except (WeightError, UnsupportedModelError) as e:
         problems.append(Problem(None, str(e)))
     return CheckReport(tensors, size, problems)
 

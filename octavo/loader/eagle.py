@@ -47,7 +47,7 @@ def read_head_config(folder: Path, method: EagleMethod, target: ModelConfig) -> 
         and ("embed_tokens.weight" in names or config.hidden_size != target.hidden_size),
     )
     head = outline(config, "float32")
-    shapes = {name: layer.expected[shard] for name, layer, shard in head.tensors()}
+    shapes = head.tensor_shapes()
     refuse_misfits(folder, config, head.checkpoint_map, shapes)
     _check_token_map(stored, config)
     return config
@@ -78,7 +78,7 @@ def load_head(folder: Path, config: EagleConfig, context: LayerContext) -> Eagle
     """
     head = make_network(config, context)
     assert isinstance(head, EagleHead)
-    shapes = {name: layer.expected[shard] for name, layer, shard in head.tensors()}
+    shapes = head.tensor_shapes()
     tensors: Pairs = _without_token_map(folder, head, context)
     for entry in head.checkpoint_map:
         tensors = entry.apply(tensors, shapes)

@@ -1,33 +1,56 @@
-"""config.json and generation_config.json from a GGUF file's metadata."""
+"""What a GGUF file's metadata say, as the files of a Hugging Face folder: config.json, and those of the tokenizer."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from octavo.loader.gguf_architectures import Architecture
+from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.loader.gguf_file import GGUFFile
-from octavo.loader.gguf_keys import Keys
+from octavo.loader.gguf_metadata import Metadata
+from octavo.loader.gguf_tokenizer import write_tokenizer
+from octavo.models.registry import NETWORKS, unsupported
 
 
-def model_config(keys: Keys, architecture: Architecture, dtype: str) -> dict[str, Any]:
-    """The content of config.json, for weights written as ``dtype``.
+def write_gguf_folder(path: Path, folder: Path) -> None:
+    """Writes config.json, generation_config.json and the tokenizer of a GGUF file into ``folder``, which exists.
 
     Raises:
-        UnsupportedModelError: one of the settings is not supported.
-        WeightError: the metadata is incomplete or contradicts itself.
+        WeightError: the file is damaged or incomplete.
+        UnsupportedModelError: its architecture, a setting or a tensor type is not supported.
+        TokenizerError: its tokenizer is incomplete or of an unknown kind.
     """
+    file = GGUFFile(path)
+    config = model_config(Metadata(file))
+    write_tokenizer(file, folder, config["vocab_size"])
+    for name, content in (("config.json", config), ("generation_config.json", generation_config(file))):
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def model_config(metadata: Metadata) -> dict[str, Any]:
+    """The content of config.json.
+
+    Raises:
+        UnsupportedModelError: the architecture or one of the settings is not supported.
+        WeightError: the metadata are incomplete or contradict themselves.
+    """
+    architecture, fields = ARCHITECTURES[_kind(metadata)]
     config = {
-        "architectures": [architecture.architecture],
-        "model_type": architecture.model_type,
-        "dtype": dtype,
-        "vocab_size": keys.sizes["V"],
-        **architecture.config(keys),
-        "tie_word_embeddings": not keys.holds("output.weight"),
-        "bos_token_id": keys.token("bos"),
-        "eos_token_id": keys.token("eos"),
-        "pad_token_id": keys.token("padding"),
+        "architectures": [architecture],
+        "model_type": NETWORKS[architecture][0],
+        # What "auto" means for files of any type; values of some exceed float16.
+        "dtype": "bfloat16",
+        "vocab_size": metadata.vocab_size(),
+        **fields(metadata),
+        "tie_word_embeddings": not metadata.holds("output.weight"),
+        "bos_token_id": metadata.token("bos"),
+        "eos_token_id": metadata.token("eos"),
+        "pad_token_id": metadata.token("padding"),
     }
-    keys.refuse_unread()
+    metadata.refuse_unread()
     return config
 
 
@@ -39,3 +62,231 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
         if (token := file.metadata.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
             config[f"{ours}_token_id"] = token
     return config
+
+
+def _decoder(m: Metadata, *, partly_rotated: bool = False, **changes: Any) -> dict[str, Any]:
+    """The fields that decoders have, under their most usual names, with ``changes``.
+
+    Args:
+        m: of the file.
+        partly_rotated: whether the architecture can rotate a part of each head.
+        changes: fields that differ.
+    """
+    heads, head_dim = m.integer("attention.head_count"), m.head_dim()
+    kv_heads = m.integer("attention.head_count_kv", default=heads)
+    if not m.has("attention.kv_lora_rank") and m.integer("attention.value_length", default=head_dim) != head_dim:
+        raise UnsupportedModelError(
+            f"{m.file.path}: heads of keys and of values differ in size, which is not supported"
+        )
+    if heads % kv_heads:
+        raise WeightError(f"{m.file.path}: {heads} heads cannot share {kv_heads} key-value heads")
+    layer_norm_eps = m.real("attention.layer_norm_epsilon", default=1e-5)
+    if "rope_parameters" not in changes:
+        changes["rope_parameters"] = m.rope(partial=partly_rotated)
+    return {
+        "hidden_size": m.integer("embedding_length"),
+        "intermediate_size": m.integer("feed_forward_length"),
+        "num_hidden_layers": m.layers(),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": m.integer("context_length"),
+        "rms_norm_eps": m.real("attention.layer_norm_rms_epsilon", default=1e-5),
+        "layer_norm_eps": layer_norm_eps,
+        "layer_norm_epsilon": layer_norm_eps,
+        "attention_bias": m.holds("blk.0.attn_output.bias"),
+        "mlp_bias": m.holds("blk.0.ffn_up.bias"),
+        **changes,
+    }
+
+
+def _mistral(m: Metadata) -> dict[str, Any]:
+    return _decoder(m, sliding_window=m.integer("attention.sliding_window"))
+
+
+def _mixture(m: Metadata, *, renormalize: bool = False) -> dict[str, Any]:
+    """Experts; their size is computed as in llama.cpp where files do not have it."""
+    chosen, inner = m.integer("expert_used_count"), m.integer("feed_forward_length")
+    return _decoder(
+        m,
+        num_experts=m.integer("expert_count"),
+        num_experts_per_tok=chosen,
+        moe_intermediate_size=m.optional("expert_feed_forward_length") or inner // chosen or 1,
+        shared_expert_intermediate_size=m.optional("expert_shared_feed_forward_length") or inner,
+        norm_topk_prob=renormalize,
+    )
+
+
+def _deepseek(m: Metadata) -> dict[str, Any]:
+    """Latent attention, and mixtures of experts after some dense layers."""
+    rope = m.rope(partial=True)
+    del rope["partial_rotary_factor"]
+    if m.has("rope.scaling.yarn_log_multiplier"):  # written as a tenth of it
+        rope["mscale"] = rope["mscale_all_dim"] = round(m.real("rope.scaling.yarn_log_multiplier") * 10, 6)
+    turned, is_v3 = m.rotated(), _is_v3(m)
+    groups = m.integer("expert_group_count", default=1)
+    return _decoder(
+        m,
+        rope_parameters=rope,
+        num_key_value_heads=m.integer("attention.head_count"),
+        head_dim=turned,
+        q_lora_rank=m.optional("attention.q_lora_rank"),
+        kv_lora_rank=m.integer("attention.kv_lora_rank"),
+        qk_nope_head_dim=m.integer("attention.key_length_mla", default=m.head_dim()) - turned,
+        qk_rope_head_dim=turned,
+        v_head_dim=m.optional("attention.value_length_mla") or m.integer("attention.value_length"),
+        first_k_dense_replace=m.optional("leading_dense_block_count") or 0,
+        n_routed_experts=m.integer("expert_count"),
+        n_shared_experts=m.optional("expert_shared_count"),
+        num_experts_per_tok=m.integer("expert_used_count"),
+        moe_intermediate_size=m.integer("expert_feed_forward_length"),
+        routed_scaling_factor=m.real("expert_weights_scale") if m.has("expert_weights_scale") else 1.0,
+        norm_topk_prob=m.flag("expert_weights_norm"),
+        n_group=groups,
+        topk_group=m.integer("expert_group_used_count", default=1),
+        topk_method="noaux_tc" if is_v3 else "greedy" if groups == 1 else "group_limited_greedy",
+        scoring_func="sigmoid" if is_v3 else "softmax",
+        num_nextn_predict_layers=0,
+    )
+
+
+def _is_v3(m: Metadata) -> bool:
+    """Whether a "deepseek2" file is of DeepSeek-V3, whose routers are sigmoids."""
+    return m.integer("expert_gating_func", default=1) == 2
+
+
+def _gemma(m: Metadata, **changes: Any) -> dict[str, Any]:
+    return _decoder(m, **{"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"} | changes)
+
+
+def _gemma_with_windows(m: Metadata, layers_of_largest: int, pattern: int, **changes: Any) -> dict[str, Any]:
+    """Gemma 2 and 3; the attention's scale is told from the number of layers, as files do not have it."""
+    layers, window = m.layers(), m.optional("attention.sliding_window")
+    sliding = m.sliding_layers(pattern) if window else [False] * layers
+    is_largest = layers == layers_of_largest
+    return _gemma(
+        m,
+        query_pre_attn_scalar=m.integer("embedding_length") // m.integer("attention.head_count")
+        if is_largest
+        else m.head_dim(),
+        sliding_window=window or m.integer("context_length"),
+        layer_types=["sliding_attention" if slides else "full_attention" for slides in sliding],
+        **changes,
+    )
+
+
+def _gemma2(m: Metadata) -> dict[str, Any]:
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    return _gemma_with_windows(m, 46, 2, **{name: m.real(name, default) for name, default in caps.items()})
+
+
+def _gemma3(m: Metadata) -> dict[str, Any]:
+    """With two bases of rotation."""
+    local = {"rope_type": "default", "rope_theta": m.real("rope.freq_base_swa", default=10000.0)}
+    return _gemma_with_windows(
+        m,
+        62,
+        6,
+        rope_parameters={"full_attention": m.rope(), "sliding_attention": local},
+        final_logit_softcapping=m.real("final_logit_softcapping") if m.has("final_logit_softcapping") else None,
+        attn_logit_softcapping=None,
+    )
+
+
+def _phi3(m: Metadata) -> dict[str, Any]:
+    rope = m.rope(partial=True)
+    original = rope.pop("original_max_position_embeddings", None)
+    original = original or m.integer("rope.scaling.original_context_length", default=m.integer("context_length"))
+    config = _decoder(
+        m,
+        rope_parameters=rope,
+        sliding_window=m.optional("attention.sliding_window"),
+        original_max_position_embeddings=original,
+    )
+    del config["head_dim"]
+    return config
+
+
+def _gpt2(m: Metadata) -> dict[str, Any]:
+    return {
+        "n_positions": m.integer("context_length"),
+        "n_embd": m.integer("embedding_length"),
+        "n_layer": m.layers(),
+        "n_head": m.integer("attention.head_count"),
+        "n_inner": m.integer("feed_forward_length"),
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": m.real("attention.layer_norm_epsilon", default=1e-5),
+    }
+
+
+def _gptj(m: Metadata) -> dict[str, Any]:
+    return _gpt2(m) | {"rotary_dim": m.rotated()}
+
+
+def _gptneox(m: Metadata) -> dict[str, Any]:
+    parallel = m.flag("use_parallel_residual", default=True)
+    return _decoder(m, partly_rotated=True, hidden_act="gelu", use_parallel_residual=parallel)
+
+
+def _falcon(m: Metadata) -> dict[str, Any]:
+    """The older decoder, and that of 40B and 180B, which has a norm for each branch."""
+    config = _decoder(m, activation="gelu", new_decoder_architecture=m.holds("blk.0.attn_norm_2.weight"))
+    kv_heads = config["num_key_value_heads"]
+    return config | {
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_kv_heads": kv_heads,
+        "multi_query": kv_heads == 1,
+    }
+
+
+def _bloom(m: Metadata) -> dict[str, Any]:
+    config = _decoder(m, seq_length=m.integer("context_length"))
+    if config["intermediate_size"] != 4 * config["hidden_size"]:
+        raise UnsupportedModelError(f"{m.file.path}: {m.arch} has an inner size of 4 times the hidden one")
+    return config
+
+
+#: By the value of general.architecture, with what tells apart the models that share one: the class in transformers,
+#: and the fields of config.json, except those of all models.
+ARCHITECTURES: dict[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
+    "llama": ("LlamaForCausalLM", _decoder),
+    "llama with a window": ("MistralForCausalLM", _mistral),
+    "llama with experts": ("MixtralForCausalLM", _mixture),
+    "qwen2": ("Qwen2ForCausalLM", _decoder),
+    "qwen2moe": ("Qwen2MoeForCausalLM", _mixture),
+    "qwen3": ("Qwen3ForCausalLM", _decoder),
+    "qwen3moe": ("Qwen3MoeForCausalLM", partial(_mixture, renormalize=True)),
+    "olmo2": ("Olmo2ForCausalLM", _decoder),
+    "olmoe": ("OlmoeForCausalLM", _mixture),
+    "deepseek2": ("DeepseekV2ForCausalLM", _deepseek),
+    "deepseek2 with sigmoids": ("DeepseekV3ForCausalLM", _deepseek),
+    "gemma": ("GemmaForCausalLM", _gemma),
+    "gemma2": ("Gemma2ForCausalLM", _gemma2),
+    "gemma3": ("Gemma3ForCausalLM", _gemma3),
+    "phi3": ("Phi3ForCausalLM", _phi3),
+    "gpt2": ("GPT2LMHeadModel", _gpt2),
+    "gptj": ("GPTJForCausalLM", _gptj),
+    "gptneox": ("GPTNeoXForCausalLM", _gptneox),
+    "falcon": ("FalconForCausalLM", _falcon),
+    "bloom": ("BloomForCausalLM", _bloom),
+}
+
+
+def _kind(m: Metadata) -> str:
+    """The key of ``ARCHITECTURES`` for a file.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    name = m.arch
+    if name == "llama" and m.has("expert_count"):
+        name = "llama with experts"
+    elif name == "llama" and m.has("attention.sliding_window"):
+        name = "llama with a window"
+    elif name == "deepseek2" and _is_v3(m):
+        name = "deepseek2 with sigmoids"
+    if name not in ARCHITECTURES:
+        supported = [kind for kind in ARCHITECTURES if " " not in kind]
+        raise unsupported(f"{m.file.path}: GGUF architecture", name, supported)
+    return name

@@ -1,7 +1,7 @@
 """Reads a GGUF file's header: metadata and offsets of tensors. All sizes are validated before use.
 
 The ``gguf`` package has a reader too; it is not used because it makes several numpy views a token (seconds for a
-vocabulary) and trusts the file's counts. Its tables of types and its dequantization are used.
+vocabulary) and trusts the file's counts. Its tables of types and names are used.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,8 +36,6 @@ _STRING, _ARRAY = 8, 9
 #: Longest text in bytes (chat templates and whole tokenizers are stored as texts).
 _MAX_TEXT = 64 << 20
 _MAX_DIMS = 4
-#: Bytes read at once when a tensor is streamed.
-_PIECE = 8 << 20
 
 #: Tensor types that can be dequantized.
 SUPPORTED_TYPES = frozenset(
@@ -138,13 +135,6 @@ class GGUFFile:
             raise WeightError(f"{tensor.path} became shorter while tensor {tensor.name!r} was read")
         return data.reshape(last - first, tensor.row_bytes)
 
-    def read_pieces(self, tensor: GGUFTensor, rows: slice | None = None) -> Iterator[np.ndarray]:
-        """Rows of a tensor, by default all, dequantized: float32 [rows, columns], in pieces of a few MB."""
-        first, last, _ = (rows or slice(None)).indices(tensor.rows)
-        step = max(1, _PIECE // max(1, tensor.row_bytes))
-        for start in range(first, last, step):
-            yield dequantized(self.read_rows(tensor, slice(start, min(start + step, last))), tensor.type)
-
 
 def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     """Metadata and tensors of one file."""
@@ -154,14 +144,6 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
             return header.metadata(), header.tensors()
     except OSError as e:
         raise WeightError(f"{path} cannot be read: {e.strerror or e}") from e
-
-
-def dequantized(blocks: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """The values of rows in a file's format [rows, bytes of a row]: float32 [rows, columns]."""
-    from gguf.quants import dequantize
-
-    with np.errstate(all="ignore"):  # no warnings of numpy: a damaged scale may be infinite
-        return dequantize(blocks, kind)
 
 
 class _Header:
@@ -247,13 +229,26 @@ class _Header:
         return count
 
     def text(self) -> str:
-        length = self.number("<Q")
-        if length > _MAX_TEXT:
-            raise self.corrupt(f"it claims a text of {length} bytes")
-        try:
-            return self.take(length).decode("utf-8")
-        except UnicodeDecodeError as e:
-            raise self.corrupt(f"a text is not UTF-8 ({e})") from None
+        return self.texts(1)[0]
+
+    def texts(self, count: int) -> list[str]:
+        """Reads texts that follow each other; a vocabulary has hundreds of thousands."""
+        texts, read, position = [], self._file.read, self.position
+        for _ in range(count):
+            length = int.from_bytes(read(8), "little")
+            position += 8 + length
+            if position > self._size:
+                raise WeightError(
+                    f"{self._path} is truncated or corrupt: a text ends at byte {position} of {self._size}"
+                )
+            if length > _MAX_TEXT:
+                raise self.corrupt(f"it claims a text of {length} bytes")
+            try:
+                texts.append(read(length).decode())
+            except UnicodeDecodeError as e:
+                raise self.corrupt(f"a text is not UTF-8 ({e})") from None
+        self.position = position
+        return texts
 
     def value(self, kind: int) -> Any:
         if kind in _SCALARS:
@@ -267,7 +262,7 @@ class _Header:
             dtype = _SCALARS[kind]
             return np.frombuffer(self.take(self.count(dtype.itemsize) * dtype.itemsize), dtype)
         if kind == _STRING:
-            return [self.text() for _ in range(self.count(at_least=8))]
+            return self.texts(self.count(at_least=8))
         raise self.corrupt(f"unknown type {kind} of an array's elements")
 
     def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:

@@ -1,158 +1,211 @@
-"""The tensors of a GGUF file under transformers' names and in its layouts, checked against the architecture's table."""
+"""The tensors of a GGUF file under the names of a network.
+
+The gguf package's map leads from names of networks to those in files, and the network says which tensors it needs, of
+which shapes. Written here are the exceptions: names that the map does not know, matrices that a file has in one or in
+pieces, and layouts that llama.cpp's converter changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+import functools
+import math
+import re
+from collections.abc import Container, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
+from gguf.tensor_mapping import get_tensor_name_map
+from torch import Tensor
 
 from octavo.core.errors import UnsupportedModelError, WeightError
-from octavo.loader.gguf_architectures import Architecture
-from octavo.loader.gguf_entries import Entry
-from octavo.loader.gguf_file import GGUFFile, GGUFTensor, dequantized
-from octavo.loader.gguf_keys import Keys
+from octavo.core.model_config import ModelConfig
+from octavo.kernels.gguf_rows import GGUFRows, dequantize
+from octavo.kernels.quantized_rows import QuantizedRows
+from octavo.loader.gguf_file import GGUFFile, GGUFTensor
+from octavo.loader.gguf_metadata import ROPE_TABLES
+from octavo.models.checkpoint import Entry, Pairs, Permute, Shapes, Transform, halve_pairs, is_transposed
+
+#: Names that the map does not know, of layers those of the first.
+_ALIASES = {
+    "model.embed_norm.weight": "token_embd_norm.weight",
+    "model.embed_norm.bias": "token_embd_norm.bias",
+    "model.layers.0.mlp.gate.e_score_correction_bias": "blk.0.exp_probs_b.bias",
+}
+#: Falcon's two norms, which are the other way round.
+_SWAPPED = {"input_layernorm": "post_attention_layernorm", "post_attention_layernorm": "input_layernorm"}
+#: Matrices that some architectures have one below the other, by the name of the whole.
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+#: Keys and values of latent attention, which files have in one matrix, or in two for each head.
+_KEYS_VALUES, _KEYS, _VALUES = "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight"
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_BLOCK = re.compile(r"blk\.\d+\.")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def tensors_by_source(arch: str, names: Sequence[str], held: Iterable[str]) -> dict[str, list[str]]:
+    """A network's tensors by the name of the tensor that has them in a file, one below the other in this order.
+
+    Args:
+        arch: the value of general.architecture.
+        names: of all tensors of the network.
+        held: names of the file's tensors, which say whether matrices are fused.
+
+    Raises:
+        UnsupportedModelError: files of the architecture have no such tensor.
+    """
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == arch)
+    known = get_tensor_name_map(kind, 1)
+    held = {_BLOCK.sub("blk.0.", name) for name in held}
+    swapped = arch == "falcon" and any(".post_attention_layernorm." in name for name in names)
+
+    def source_of(stem: str, ending: str) -> str | None:
+        return known.get_name(f"{stem}.{ending}", (".weight", ".bias"))
+
+    @functools.cache
+    def find(name: str) -> str:
+        """The source of a tensor, of layers that of the first, of experts that of all of them."""
+        stem, _, ending = name.rpartition(".")
+        before, _, part = stem.rpartition(".")
+        if swapped and part in _SWAPPED:
+            stem = f"{before}.{_SWAPPED[part]}"
+        for whole, parts in _FUSED.items():
+            if part in parts and (fused := source_of(f"{before}.{whole}", ending)) in held:
+                apart = [source_of(f"{before}.{other}", ending) for other in parts]
+                if apart[0] is None or fused not in apart:
+                    return str(fused)
+        source = _ALIASES.get(name) or source_of(stem, ending)
+        if source is None:
+            raise UnsupportedModelError(f"GGUF files of architecture {arch!r} have no tensor for {name!r}")
+        return source
+
+    sources: dict[str, list[str]] = {}
+    for name in names:
+        layer = _LAYER.search(name)
+        source = find(_EXPERT.sub(".experts.", _LAYER.sub(".layers.0.", name)))
+        sources.setdefault(_BLOCK.sub(f"blk.{layer and layer[1]}.", source), []).append(name)
+    return sources
+
+
+def layouts(arch: str, config: ModelConfig) -> list[Entry]:
+    """What leads from the layout of files to that of checkpoints in transformers, under the network's names."""
+    if arch == "llama":  # the rows of a head's two halves take turns
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+        return [Permute(rf"\.{name}\.", halve_pairs(count, config.head_dim)) for name, count in heads.items()]
+    if arch.startswith("gemma"):
+        return [Transform(r"norm\.weight$", lambda weight: weight - 1)]
+    return []
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A tensor with its name and shape in transformers, and how the file holds it."""
+class _Place:
+    """Where a tensor of the network is: consecutive rows of one in the file; of one dimension, consecutive values."""
 
-    name: str
     shape: tuple[int, ...]
     source: GGUFTensor
-    entry: Entry
-    #: Rows of the source.
-    rows: slice
-    #: Query heads, KV heads and the size of a head, where the rows must be reordered.
-    heads: tuple[int, int, int]
-    beside: GGUFTensor | None = None
+    part: slice
 
-    def blocks(self, file: GGUFFile) -> np.ndarray:
-        """The rows in transformers' order and the file's format, uint8 [rows, bytes of a row]."""
-        rows = file.read_rows(self.source, self.rows)
-        if self.entry.order is None:
-            return rows
-        if len(self.source.shape) == 1:  # a bias is one row of the file: its values are reordered
-            rows = rows.reshape(self.source.shape[0], -1)
-        return rows[row_order(self.entry.order, len(rows), *self.heads)]
 
-    def pieces(self, file: GGUFFile) -> Iterator[np.ndarray]:
-        """The values in transformers' layout, float32: contiguous arrays that follow each other in memory."""
-        if self.beside is not None:
-            yield self._latent_keys_and_values(file, self.beside)
-        elif self.entry.transposed:
-            rows = np.concatenate([*file.read_pieces(self.source, self.rows)])
-            yield np.ascontiguousarray(rows.T)
-        elif self.entry.order is not None:
-            yield dequantized(self.blocks(file), self.source.type)
+class GGUFCheckpoint:
+    """The tensors of a network in a GGUF file; all are found before one is read."""
+
+    def __init__(self, path: Path, config: ModelConfig, shapes: Shapes) -> None:
+        """Finds the tensors of ``shapes``, those of the whole network of ``config``.
+
+        Raises:
+            WeightError: the file is damaged, or a tensor is missing or of the wrong shape.
+            UnsupportedModelError: there is one that the network does not have, or of a type that is not supported.
+        """
+        self.file = GGUFFile(path)
+        self._config, self._shapes = config, shapes
+        self._arch = str(self.file.metadata.get("general.architecture"))
+        self._places: dict[str, _Place] = {}
+        #: Keys [H, R, N] and values [H, W, R] of latent attention, where they are two tensors.
+        self._split: dict[str, tuple[GGUFTensor, GGUFTensor]] = {}
+        self._unused = set(self.file.tensors) - ROPE_TABLES
+        for source, names in tensors_by_source(self._arch, [*shapes], self.file.tensors).items():
+            if source.endswith(_KEYS_VALUES) and source not in self.file.tensors:
+                self._find_split(source, names[0])
+            else:
+                self._find(source, names)
+        if self._unused:
+            raise UnsupportedModelError(
+                f"{path} has tensors that a {config.architecture} does not: {', '.join(sorted(self._unused)[:5])}"
+            )
+
+    def read(
+        self,
+        names: Container[str],
+        checkpoint_map: Sequence[Entry],
+        dtype: torch.dtype | None,
+        device: torch.device | str = "cpu",
+    ) -> Generator[tuple[str, Tensor | QuantizedRows]]:
+        """The tensors ``names`` of the network, in the layouts that its checkpoint map expects.
+
+        Args:
+            names: of the tensors that are read.
+            checkpoint_map: of the network. What it transposes is passed transposed, as files do not have it so.
+            dtype: of the values; None: quantised matrices stay in their blocks, everything else is float32.
+            device: of the values.
+        """
+        pairs: Pairs = ((name, self._read(name, dtype)) for name in self._shapes if name in names)
+        for entry in layouts(self._arch, self._config):
+            pairs = entry.apply(pairs, self._shapes)
+        for name, tensor in pairs:
+            if isinstance(tensor, Tensor):
+                tensor = tensor.to(device, dtype)
+            yield name, tensor.t() if is_transposed(name, checkpoint_map) else tensor
+
+    def read_all(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors of the file under their names there, float32."""
+        return ((name, self._values(tensor)) for name, tensor in self.file.tensors.items())
+
+    def _find(self, source: str, names: Sequence[str]) -> None:
+        shapes = [self._shapes[name] for name in names]
+        if "_exps." in source:
+            tensor = self._tensor(source, (len(names), *shapes[0]))
         else:
-            for piece in file.read_pieces(self.source, self.rows):
-                yield piece - np.float32(self.entry.added)
+            tensor = self._tensor(source, (sum(shape[0] for shape in shapes), *shapes[0][1:]))
+        start = 0
+        for name, shape in zip(names, shapes, strict=True):
+            stop = start + math.prod(shape if len(tensor.shape) == 1 else shape[:-1])
+            self._places[name] = _Place(shape, tensor, slice(start, stop))
+            start = stop
 
-    def _latent_keys_and_values(self, file: GGUFFile, beside: GGUFTensor) -> np.ndarray:
-        """Each head's rows for keys [N, R], which the file has transposed, and then for values [W, R]."""
-        keys, values = (np.concatenate([*file.read_pieces(t)]).reshape(t.shape) for t in (self.source, beside))
-        return np.ascontiguousarray(np.concatenate([keys.swapaxes(1, 2), values], axis=1))
+    def _find_split(self, source: str, name: str) -> None:
+        rows, rank = self._shapes[name]
+        prefix, heads = source.removesuffix(_KEYS_VALUES), self._config.num_heads
+        keys = self._tensor(prefix + _KEYS, (heads, rank, None))
+        values = self._tensor(prefix + _VALUES, (heads, rows // heads - keys.shape[-1], rank))
+        self._split[name] = keys, values
 
-
-def row_order(order: str, rows: int, heads: int, kv_heads: int, head: int) -> np.ndarray:
-    """The rows of a file in the order of transformers, int64 [rows]; see ``RowOrder``."""
-    index = np.arange(rows)
-    if order == "interleaved":
-        return index.reshape(-1, head // 2, 2).swapaxes(1, 2).reshape(-1)
-    query, key, value = np.split(index, np.cumsum([heads * head, kv_heads * head]))
-    parts = [part.reshape(kv_heads, -1) for part in (query, key, value)]
-    return np.concatenate(parts, axis=1).reshape(-1)
-
-
-def weights_of(keys: Keys, architecture: Architecture, config: dict[str, Any]) -> list[Weight]:
-    """All tensors of the network, checked before any is read.
-
-    Raises:
-        WeightError: one is missing or of the wrong shape.
-        UnsupportedModelError: there is one that the architecture does not have.
-    """
-    file, sizes = keys.file, keys.sizes | {k: v for k, v in config.items() if isinstance(v, int)}
-    weights: list[Weight] = []
-    used = set(keys.used_tensors)
-    heads = (sizes["H"], sizes["G"], sizes["D"])
-
-    def find(source: str, shape: tuple[int, ...]) -> GGUFTensor:
-        tensor = file.tensors.get(source)
+    def _tensor(self, name: str, shape: tuple[int | None, ...]) -> GGUFTensor:
+        """A tensor of this shape; sizes of 1 do not count, which files do not hold everywhere."""
+        tensor = self.file.tensors.get(name)
         if tensor is None:
-            raise WeightError(f"{file.path} has no tensor {source!r}")
-        if _squeezed(tensor.shape) != _squeezed(shape):
-            raise WeightError(f"{file.path}: tensor {source!r} has shape {list(tensor.shape)}, expected {list(shape)}")
-        used.add(source)
+            raise WeightError(f"{self.file.path} has no tensor {name!r}")
+        sizes, expected = ([size for size in sizes if size != 1] for sizes in (tensor.shape, shape))
+        if len(sizes) != len(expected) or any(b not in (None, a) for a, b in zip(sizes, expected, strict=True)):
+            raise WeightError(
+                f"{self.file.path}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}"
+            )
+        self._unused.discard(name)
         return tensor
 
-    for entry in _entries(architecture, config, keys):
-        shape = _shape(entry.shape, sizes)
-        tensor = find(entry.source, shape)
-        if entry.beside is None:
-            weights += _split(entry, tensor, shape, heads)
-        else:
-            source, words = entry.beside
-            beside = find(source, _shape(words, sizes))
-            heads_, rank, rows = shape
-            joined = (heads_ * (rows + beside.shape[1]), rank)
-            weights.append(Weight(entry.name, joined, tensor, entry, slice(0, tensor.rows), heads, beside))
-    if unknown := sorted(file.tensors.keys() - used):
-        raise UnsupportedModelError(
-            f"{file.path} has tensors that a {config['model_type']} model does not: {', '.join(unknown[:5])}"
-        )
-    return weights
+    def _read(self, name: str, dtype: torch.dtype | None) -> Tensor | QuantizedRows:
+        if name in self._split:
+            keys, values = (self._values(tensor).view(tensor.shape) for tensor in self._split[name])
+            return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
+        place = self._places[name]
+        source, shape = place.source, place.shape
+        if len(source.shape) == 1:
+            return self._values(source).view(-1)[place.part].view(shape)
+        block = GGML_QUANT_SIZES[source.type][0]
+        if dtype is None and block > 1:
+            return GGUFRows(source.type.name, self.file.read_rows(source, place.part), shape[-1], block)
+        return dequantize(source.type.name, self.file.read_rows(source, place.part), dtype or torch.float32).view(shape)
 
-
-def _entries(architecture: Architecture, config: dict[str, Any], keys: Keys) -> Iterator[Entry]:
-    """The tensors that a model of this configuration has, under whole names."""
-    facts = config | keys.traits
-    for entry in architecture.others:
-        if _applies(entry, facts):
-            yield entry
-    for i in range(keys.sizes["L"]):
-        prefix = architecture.prefix.format(i=i)
-        for entry in architecture.layer:
-            if _applies(entry, facts, i):
-                beside = entry.beside and (f"blk.{i}.{entry.beside[0]}", entry.beside[1])
-                yield replace(entry, source=f"blk.{i}.{entry.source}", name=prefix + entry.name, beside=beside)
-
-
-def _applies(entry: Entry, facts: dict[str, Any], layer: int = 0) -> bool:
-    if entry.when is None:
-        return True
-    fact = facts.get(entry.when.removeprefix("!"))
-    return bool(fact[layer] if isinstance(fact, list) else fact) != entry.when.startswith("!")
-
-
-def _shape(words: str, sizes: dict[str, int]) -> tuple[int, ...]:
-    return tuple(_size(word, sizes) for word in words.split())
-
-
-def _size(word: str, sizes: dict[str, int]) -> int:
-    """The number that a word of ``Entry.shape`` means."""
-    total = 0
-    for term in word.split("+"):
-        name = term.lstrip("0123456789")
-        factor = term.removesuffix(name)
-        total += int(factor or 1) * (sizes[name] if name else 1)
-    return total
-
-
-def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape without sizes of 1, which files do not hold everywhere."""
-    return tuple(size for size in shape if size != 1)
-
-
-def _split(entry: Entry, tensor: GGUFTensor, shape: tuple[int, ...], heads: tuple[int, int, int]) -> Iterator[Weight]:
-    """The tensor itself, or the matrix of each expert."""
-    if "{e}" not in entry.name:
-        shape = shape[::-1] if entry.transposed else shape
-        yield Weight(entry.name, shape, tensor, entry, slice(0, tensor.rows), heads)
-        return
-    rows = shape[1]
-    for e in range(shape[0]):
-        part = slice(e * rows, (e + 1) * rows)
-        yield Weight(entry.name.replace("{e}", str(e)), shape[1:], tensor, entry, part, heads)
+    def _values(self, tensor: GGUFTensor) -> Tensor:
+        """All values, float32 [rows, columns]."""
+        return dequantize(tensor.type.name, self.file.read_rows(tensor))

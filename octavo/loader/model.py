@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -37,58 +37,59 @@ _BAR_DELAY = 1.0
 
 
 def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: Path | None = None) -> Network:
-    """Builds the network of ``config`` and loads this rank's share of the weights in ``folder``.
+    """Builds the network of ``config`` and loads this rank's share of the weights in ``folder``, or in ``gguf``.
 
-    Weights are converted to ``context.dtype``, and matrices quantised by ``context.quantization``; with "gguf" they are
-    read from ``gguf``, the file that ``folder`` was converted from; with the name of ``config.quantization`` they keep
-    the checkpoint's bits, where the kernels have products with them. On a GPU, files are read directly to the device.
-    Tables of positions have ``context.positions`` rows, by default ``config.max_position``.
+    Weights are converted to ``context.dtype``, and matrices quantised by ``context.quantization``. They keep their bits
+    where that is "gguf", or the name of ``config.quantization`` and the kernels have products with them. On a GPU,
+    safetensors are read directly to the device. Tables of positions have ``context.positions`` rows, by default
+    ``config.max_position``.
 
     Raises:
-        UnsupportedModelError: there is no network for the architecture.
+        UnsupportedModelError: there is no network for the architecture; or the GGUF file has tensors of other ones.
         ConfigError: the configuration contradicts itself or the tensor-parallel size; or quantization is "gguf" and
             there is no such file.
         WeightError: the checkpoint is incomplete, damaged or does not fit the configuration.
     """
     network = make_network(config, context)
     whole = network if context.layers is None else outline_network(config, replace(context, layers=None))
-    shapes = {name: layer.expected[shard] for name, layer, shard in whole.tensors()}
-
+    shapes = whole.tensor_shapes()
     entries: list[Entry] = [*network.checkpoint_map]
-    if config.quantization is not None and context.quantization != "gguf":
-        own = context.quantization == config.quantization.name
+    tensors: Generator[tuple[str, Tensor | QuantizedRows]]
+    if gguf is not None:
+        from octavo.loader.gguf_weights import GGUFCheckpoint
 
-        def keep(rows: QuantizedRows) -> bool:
-            return own and context.kernels.has_products(rows)
-
-        stored = read_headers(folder)
-        entries = with_unpacking(entries, config.quantization, stored, shapes, context.dtype, keep)
-
-    def load(tensors: Pairs) -> None:
-        for entry in entries:
-            tensors = entry.apply(tensors, shapes)
-        load_weights(network, tensors, shapes)
-
-    if context.quantization == "gguf":
-        if gguf is None:
-            raise ConfigError(f"quantization='gguf' needs a model in a GGUF file; {folder} was not made from one")
-        from octavo.loader.gguf_convert import read_gguf
-
-        load(_with_progress(read_gguf(gguf), sum(part.stat().st_size for part in split_paths(gguf)), context))
-        return network
-    refuse_misfits(folder, config, entries, shapes)
-    size = checkpoint_bytes(folder)
-    if torch.device(context.device).type == "cpu":
-        load(_with_progress(read_safetensors(folder), size, context))
+        # A folder of such a model is said to be bfloat16, as values of some exceed float16.
+        stored = torch.float32 if context.dtype == torch.float32 else torch.bfloat16
+        dtype = None if context.quantization == "gguf" else stored
+        names = {name for name, _, _ in network.tensors()}
+        tensors = GGUFCheckpoint(gguf, config, shapes).read(names, entries, dtype, context.device)
+        size = sum(part.stat().st_size for part in split_paths(gguf))
+    elif context.quantization == "gguf":
+        raise ConfigError(f"quantization='gguf' needs a model in a GGUF file; {folder} was not made from one")
     else:
-        with closing(read_safetensors_to(folder, context.device)) as tensors:
-            load(_with_progress(tensors, size, context))
+        if config.quantization is not None:
+            own = context.quantization == config.quantization.name
+
+            def keep(rows: QuantizedRows) -> bool:
+                return own and context.kernels.has_products(rows)
+
+            headers = read_headers(folder)
+            entries = with_unpacking(entries, config.quantization, headers, shapes, context.dtype, keep)
+        refuse_misfits(folder, config, entries, shapes)
+        is_cpu = torch.device(context.device).type == "cpu"
+        tensors = read_safetensors(folder) if is_cpu else read_safetensors_to(folder, context.device)
+        size = checkpoint_bytes(folder)
+    with closing(tensors):
+        pairs: Pairs = _with_progress(tensors, size, context)
+        for entry in entries:
+            pairs = entry.apply(pairs, shapes)
+        load_weights(network, pairs, shapes)
     return network
 
 
 def _with_progress(
-    tensors: Iterable[tuple[str, Tensor | GGUFRows]], size: int, context: LayerContext
-) -> Iterator[tuple[str, Tensor | GGUFRows]]:
+    tensors: Iterable[tuple[str, Tensor | QuantizedRows]], size: int, context: LayerContext
+) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
     """The same tensors, with a progress bar of ``size`` bytes on a terminal if this is the first rank.
 
     The bar appears after ``_BAR_DELAY`` seconds.
@@ -101,8 +102,8 @@ def _with_progress(
     with tqdm(total=size, desc="loading weights", unit="B", unit_scale=True, delay=_BAR_DELAY, leave=False) as bar:
         for name, tensor in tensors:
             yield name, tensor
-            read = tensor.rows.nbytes if isinstance(tensor, GGUFRows) else tensor.nbytes
-            bar.update(min(read, size - bar.n))  # values of a GGUF file are wider in memory
+            values = tensor.rows if isinstance(tensor, GGUFRows) else tensor
+            bar.update(min(getattr(values, "nbytes", 0), size - bar.n))  # values of a GGUF file are wider in memory
 
 
 def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> Network:

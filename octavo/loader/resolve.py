@@ -19,26 +19,21 @@ if TYPE_CHECKING:
     from octavo.core.config import ModelOptions
     from octavo.core.model_config import CheckpointQuantization
 
-#: Incremented when the converter's output for the same file changes, so that old results are not reused.
-CONVERTER_VERSION = 2
+#: Incremented when other files are written for the same GGUF file, so that old ones are not used.
+FOLDER_VERSION = 3
 #: Values of the option ``quantization`` that name the method of a checkpoint, as in other engines.
 CHECKPOINT_METHODS = ("awq", "compressed-tensors", "gptq")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ACCEPTED = "a folder with config.json, a .gguf file, a built-in name or a hub id (owner/name)"
 
 
-def resolve_model(
-    name: str, *, dtype: str = "auto", revision: str | None = None, progress: bool = True, weights: bool = True
-) -> Path:
-    """The folder with config.json, tokenizer.json and safetensors of a model.
+def resolve_model(name: str, *, revision: str | None = None, progress: bool = True, weights: bool = True) -> Path:
+    """The folder with config.json and tokenizer.json of a model, and its safetensors if it has no GGUF file.
 
     Args:
         name: a folder with config.json, a .gguf file, a built-in name, the name of a shape (see ``shapes``), or a hub
             id ``owner/name``, tried in this order.
-        dtype: type of the weights written when a GGUF file is converted; ``auto`` is bfloat16, and so is ``float16``.
-            Folders keep their own.
         revision: branch, tag or commit of a hub id.
         progress: shows downloads on standard error.
         weights: false if they are not needed (``load_format="dummy"``): then they are not fetched from the hub.
@@ -46,18 +41,15 @@ def resolve_model(
     Raises:
         ModelNotFoundError: nothing of that name exists.
         DownloadError: it exists but could not be fetched, or the cache cannot be written.
-        WeightError, UnsupportedModelError, TokenizerError: a GGUF file cannot be converted.
-        ConfigError: an unknown ``dtype``.
+        WeightError, UnsupportedModelError, TokenizerError: a GGUF file is damaged, or cannot be served.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     path = Path(os.path.expanduser(name))
     if name and os.path.isdir(path):  # Path("") is the current folder
         return _checked_folder(path)
     if os.path.isfile(path):  # unlike Path.is_file, false also for what cannot be a name at all
-        return convert_cached(path, dtype)
+        return gguf_folder(path)
     if name in BUILTIN:
-        return convert_cached(fetch_builtin(BUILTIN[name], progress=progress), dtype, label=name)
+        return gguf_folder(fetch_builtin(BUILTIN[name], progress=progress), name)
     if name in SHAPES:
         return shape_folder(name)
     if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
@@ -67,13 +59,8 @@ def resolve_model(
     raise ModelNotFoundError(_not_found(name))
 
 
-def pull(name: str, progress: bool = True) -> Path:
-    """Fetches and converts a model before its first use, so that later starts need no network; returns its folder."""
-    return resolve_model(name, progress=progress)
-
-
 def gguf_source(name: str) -> Path | None:
-    """The GGUF file that ``resolve_model`` converts for ``name``; None if the model is not a GGUF file."""
+    """The GGUF file that holds the weights of the model ``name``; None if it is not one."""
     path = Path(os.path.expanduser(name))
     if name and os.path.isdir(path):
         return None
@@ -110,8 +97,8 @@ def weight_quantization(
     return None if gguf_source(options.model) is None else "gguf"
 
 
-def convert_cached(path: Path, dtype: str = "auto", *, label: str | None = None) -> Path:
-    """The folder of a converted GGUF file, which is converted if it is not in the cache.
+def gguf_folder(path: Path, label: str | None = None) -> Path:
+    """The folder with configuration and tokenizer of a GGUF file, which are written if they are not in the cache.
 
     The cache key is a fingerprint of the file's content, so a moved file is recognised.
     """
@@ -119,15 +106,13 @@ def convert_cached(path: Path, dtype: str = "auto", *, label: str | None = None)
         magic = f.read(4)
     if magic != b"GGUF":
         raise ModelNotFoundError(f"{path} is a file but not a GGUF file; accepted: {_ACCEPTED}")
-    # Values of some checkpoints exceed float16; layers convert bfloat16 where float16 is wanted.
-    dtype = "float32" if dtype == "float32" else "bfloat16"
     safe = re.sub(r"[^\w.-]", "_", label or re.sub(r"-\d{5}-of-\d{5}$", "", path.stem))[:80]
-    target = cache_dir() / "models" / f"{safe}-{dtype}-{_fingerprint(path)}"
+    target = cache_dir() / "models" / f"{safe}-{_fingerprint(path)}"
 
     def fill(folder: Path) -> None:
-        from octavo.loader.gguf_convert import convert_gguf
+        from octavo.loader.gguf_config import write_gguf_folder
 
-        convert_gguf(path, folder, dtype)
+        write_gguf_folder(path, folder)
 
     return publish(target, fill)
 
@@ -137,7 +122,7 @@ def _fingerprint(path: Path) -> str:
 
     Hashing all of a large file would take longer than loading it. Files that agree in all of these count as equal.
     """
-    digest = hashlib.sha256(str(CONVERTER_VERSION).encode())
+    digest = hashlib.sha256(str(FOLDER_VERSION).encode())
     for part in split_paths(path):
         if not part.is_file():  # named when the model is read
             continue

@@ -123,7 +123,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     return found
 
 
-def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def read_safetensors(folder: Path) -> Generator[tuple[str, Tensor]]:
     """The (name, tensor) pairs of model.safetensors, or of the files that model.safetensors.index.json names.
 
     A tensor is a view of the mapped file and valid until the next one is requested.

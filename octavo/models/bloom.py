@@ -11,9 +11,9 @@ from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import LayerCache
 from octavo.layers.context import LayerContext
 from octavo.layers.norm import LayerNorm
-from octavo.models.checkpoint import Drop, Permute, Rename, Split, ungroup_heads
+from octavo.models.checkpoint import Rename
 from octavo.models.config_reader import ConfigReader, decoder_fields
-from octavo.models.gpt import GPTConfig, GPTDecoder, GPTLayer
+from octavo.models.gpt import GPT_NAMES, GPTConfig, GPTDecoder, GPTLayer, split_by_kv_head
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,9 @@ class BloomForCausalLM(GPTDecoder):
             norm = LayerNorm(context, config.hidden_size, config.layer_norm_eps)
             self.embed_norm = self.attach("model.embed_norm", norm)
         self.checkpoint_map = (
-            Drop(r"^lm_head\.weight$"),
-            Rename(r"^(transformer\.)?word_embeddings\.", "model.embed_tokens."),
             Rename(r"^(transformer\.)?word_embeddings_layernorm\.", "model.embed_norm."),
-            Rename(r"^(transformer\.)?ln_f\.", "model.norm."),
-            Rename(r"^(transformer\.)?h\.", "model.layers."),
-            Rename(r"\.self_attention\.dense\.", ".self_attn.o_proj."),
-            Rename(r"\.self_attention\.", ".self_attn."),
-            Rename(r"\.dense_h_to_4h\.", ".fc1."),
-            Rename(r"\.dense_4h_to_h\.", ".fc2."),
-            Permute(r"\.query_key_value\.", ungroup_heads(config.num_heads, config.num_kv_heads)),
-            Split("query_key_value", ("q_proj", "k_proj", "v_proj")),
+            *GPT_NAMES,
+            *split_by_kv_head(config),
         )
 
     def layer_class(self, config: BloomConfig) -> type[GPTLayer]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
-from octavo.models.checkpoint import Drop, Permute, Transform, halve_pairs
+from octavo.models.checkpoint import Permute, Transform, halve_pairs
 from octavo.models.config_reader import ConfigReader, decoder_fields, refuse_activations, rotary_fields
-from octavo.models.gpt import GPTConfig, GPTDecoder
+from octavo.models.gpt import GPT_NAMES, GPTConfig, GPTDecoder
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class CohereForCausalLM(GPTDecoder):
         super().__init__(config, context)
         rotated = config.head_dim
         self.checkpoint_map = (
-            Drop(r"^lm_head\.weight$"),
+            *GPT_NAMES,
             Permute(r"\.q_proj\.(weight|bias)$", halve_pairs(config.num_heads, rotated)),
             Permute(r"\.k_proj\.(weight|bias)$", halve_pairs(config.num_kv_heads, rotated)),
             # The head is linear in the norm before it, so that its scale is the logits'.

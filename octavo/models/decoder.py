@@ -20,7 +20,7 @@ from octavo.layers.context import LayerContext
 from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.layers.rope import extend_rotary_table, rotary_table
-from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
+from octavo.layers.vocabulary import ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
 from octavo.models.network import Network, ResidualReader
 
 
@@ -36,6 +36,9 @@ class DecoderLayer(Layer, ABC):
 
 class Decoder(Network):
     """One rank's share of a decoder and its language-model head."""
+
+    #: A learned table of positions, which is added to the embedding.
+    embed_positions: PositionEmbedding | None = None
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -101,6 +104,8 @@ class Decoder(Network):
         reader: ResidualReader | None = None,
     ) -> Tensor:
         """The residual stream through the layers of this stage, and on the last one the norm after them."""
+        if self.embed_positions is not None:
+            residual = self.embed_positions.add_to(residual, batch.positions)
         for index, layer, cache in zip(self._stage, self.layers, kv_caches, strict=True):
             if reader is not None:
                 reader.read(index, residual)

@@ -10,8 +10,6 @@ layers (EAGLE-3). Tensors have the names of published heads.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
 import torch
 from torch import Tensor
 
@@ -37,7 +35,12 @@ _COMMON: tuple[Entry, ...] = (Rename(r"^model\.", ""), Drop(r"rotary_emb\.inv_fr
 
 
 class EagleHead(Network):
-    """A head on the model's device; ``attach_target`` must come before it is run."""
+    """A head on the model's device; ``attach_target`` must come before it is run.
+
+    ``forward_layers`` is given the features, float32 [T, E]: the model's, or the result for the row before; the memory
+    may be reused. The token of a row is the one after that of its features, whose position is the row's. The result,
+    float32 [T, E], stands for the features of that token; ``logits`` makes float32 [n, draft_vocab_size] of it.
+    """
 
     config: EagleConfig
     #: int64 [draft_vocab_size]: the token of each draft id; None: they are the same.
@@ -50,17 +53,13 @@ class EagleHead(Network):
         if config.own_embedding:
             embedding = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
             self.embed_tokens = self.attach("embed_tokens", embedding)
-        fc = ReplicatedConcatLinear(context, self.fc_inputs(config), config.hidden_size, config.fc_bias)
+        fc = ReplicatedConcatLinear(context, config.fc_inputs, config.hidden_size, config.fc_bias)
         self.fc = self.attach("fc", fc)
         self.rotary_table = rotary_table(config, context.device, context.positions)
 
     def attach_target(self, target: Decoder) -> None:
         """Sets the model whose embedding, and in EAGLE-1 head, it shares."""
         self._target = target
-
-    @abstractmethod
-    def fc_inputs(self, config: EagleConfig) -> list[int]:
-        """Widths of what ``fc`` is multiplied with."""
 
     def position_bytes(self) -> int:
         """Bytes of a row of its rotary table."""
@@ -77,24 +76,6 @@ class EagleHead(Network):
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids int64 [T] to float32 [T, E]."""
         return (self.embed_tokens or self._target.embed_tokens)(token_ids)
-
-    @abstractmethod
-    def forward_layers(
-        self,
-        residual: Tensor,
-        batch: ForwardBatch,
-        kv_caches: list[LayerCache],
-        reader: ResidualReader | None = None,
-    ) -> Tensor:
-        """What follows the features ``residual`` and the batch's tokens: float32 [T, E]; writes keys and values.
-
-        The token of a row is the one after that of its features, whose position is the row's. The features, float32
-        [T, E], are those of the model, or the result for the row before; their memory may be reused.
-        """
-
-    @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Results [n, E] to logits float32 [n, draft_vocab_size]."""
 
 
 class FeatureReader:
@@ -151,10 +132,6 @@ class EagleForCausalLM(EagleHead):
     def read_config(cls, architecture: str, reader: ConfigReader) -> EagleConfig:
         """See ``read_eagle_config``."""
         return read_eagle_config("eagle", reader)
-
-    def fc_inputs(self, config: EagleConfig) -> list[int]:
-        """The embedding and the hidden state."""
-        return [config.hidden_size, config.target_hidden_size]
 
     def forward_layers(
         self,
@@ -237,10 +214,6 @@ class Eagle3ForCausalLM(EagleHead):
     def read_config(cls, architecture: str, reader: ConfigReader) -> EagleConfig:
         """See ``read_eagle_config``."""
         return read_eagle_config("eagle3", reader)
-
-    def fc_inputs(self, config: EagleConfig) -> list[int]:
-        """The residual streams that it reads."""
-        return [config.target_hidden_size] * len(config.feature_layers)
 
     def make_reader(self) -> FeatureReader:
         """See ``EagleHead``."""

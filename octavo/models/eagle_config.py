@@ -42,6 +42,12 @@ class EagleConfig(ModelConfig):
     fc_bias: bool = False
     own_embedding: bool = False
 
+    @property
+    def fc_inputs(self) -> list[int]:
+        """Widths of what ``fc`` is multiplied with: embedding and hidden state, or the residual streams."""
+        width = self.target_hidden_size
+        return [self.hidden_size, width] if self.method == "eagle" else [width] * len(self.feature_layers)
+
 
 def read_eagle_config(method: EagleMethod, reader: ConfigReader) -> EagleConfig:
     """The facts of a head's config.json.

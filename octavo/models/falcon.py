@@ -11,9 +11,8 @@ from typing import Literal
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
-from octavo.models.checkpoint import Drop, Permute, Rename, Split, ungroup_heads
 from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation, rotary_fields
-from octavo.models.gpt import GPTConfig, GPTDecoder
+from octavo.models.gpt import GPT_NAMES, GPTConfig, GPTDecoder, split_by_kv_head
 
 
 class FalconForCausalLM(GPTDecoder):
@@ -21,21 +20,7 @@ class FalconForCausalLM(GPTDecoder):
 
     def __init__(self, config: GPTConfig, context: LayerContext) -> None:
         super().__init__(config, context)
-        self.checkpoint_map = (
-            Drop(r"^lm_head\.weight$"),
-            Drop(r"rotary_emb\.inv_freq$"),
-            Rename(r"^(transformer\.)?word_embeddings\.", "model.embed_tokens."),
-            Rename(r"^(transformer\.)?ln_f\.", "model.norm."),
-            Rename(r"^(transformer\.)?h\.", "model.layers."),
-            Rename(r"\.ln_attn\.", ".input_layernorm."),
-            Rename(r"\.ln_mlp\.", ".post_attention_layernorm."),
-            Rename(r"\.self_attention\.dense\.", ".self_attn.o_proj."),
-            Rename(r"\.self_attention\.", ".self_attn."),
-            Rename(r"\.dense_h_to_4h\.", ".fc1."),
-            Rename(r"\.dense_4h_to_h\.", ".fc2."),
-            Permute(r"\.query_key_value\.", ungroup_heads(config.num_heads, config.num_kv_heads)),
-            Split("query_key_value", ("q_proj", "k_proj", "v_proj")),
-        )
+        self.checkpoint_map = (*GPT_NAMES, *split_by_kv_head(config))
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:

@@ -21,9 +21,34 @@ from octavo.layers.context import LayerContext
 from octavo.layers.mlp import MLP, GatedMLP
 from octavo.layers.norm import LayerNorm
 from octavo.layers.vocabulary import PositionEmbedding
+from octavo.models.checkpoint import Drop, Entry, Permute, Rename, Split, ungroup_heads
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.llama import make_mlp
-from octavo.models.network import ResidualReader
+
+#: What the families call their parts. Old checkpoints hold masks and rotary tables; those with tied embeddings may hold
+#: the head too.
+GPT_NAMES: tuple[Entry, ...] = (
+    Drop(r"\.(attn|attention)\.(masked_bias|bias|embed_positions)$"),
+    Drop(r"rotary_emb\.inv_freq$"),
+    Rename(r"^embed_out\.", "lm_head."),
+    Drop(r"^lm_head\.weight$"),
+    Rename(r"^(transformer\.|gpt_neox\.)?(wte|word_embeddings|embed_in)\.", "model.embed_tokens."),
+    Rename(r"^(transformer\.)?wpe\.", "model.embed_positions."),
+    Rename(r"^(transformer\.|gpt_neox\.)?(ln_f|final_layer_norm)\.", "model.norm."),
+    Rename(r"^(transformer\.h|h|gpt_neox\.layers|layers)\.", "model.layers."),
+    Rename(r"\.(ln_1|ln_attn)\.", ".input_layernorm."),
+    Rename(r"\.(ln_2|ln_mlp)\.", ".post_attention_layernorm."),
+    Rename(r"\.(attn|attention|self_attention)\.", ".self_attn."),
+    Rename(r"\.self_attn\.(c_proj|dense|out_proj)\.", ".self_attn.o_proj."),
+    Rename(r"\.mlp\.(c_fc|fc_in|dense_h_to_4h)\.", ".mlp.fc1."),
+    Rename(r"\.mlp\.(c_proj|fc_out|dense_4h_to_h)\.", ".mlp.fc2."),
+)
+
+
+def split_by_kv_head(config: ModelConfig) -> tuple[Entry, ...]:
+    """For checkpoints in which the rows of queries, keys and values are grouped by KV head."""
+    order = ungroup_heads(config.num_heads, config.num_kv_heads)
+    return Permute(r"\.query_key_value\.", order), Split("query_key_value", ("q_proj", "k_proj", "v_proj"))
 
 
 @dataclass(frozen=True)
@@ -78,9 +103,10 @@ class GPTLayer(DecoderLayer):
 class GPTDecoder(Decoder):
     """A decoder as its ``GPTConfig`` says."""
 
+    checkpoint_map: tuple[Entry, ...] = GPT_NAMES
+
     def __init__(self, config: GPTConfig, context: LayerContext) -> None:
         super().__init__(config, context)
-        self.embed_positions = None
         if self.is_first and config.positions == "learned":
             table = PositionEmbedding(context, config.position_rows, config.hidden_size, config.position_offset)
             self.embed_positions = self.attach("model.embed_positions", table)
@@ -118,15 +144,3 @@ class GPTDecoder(Decoder):
     def make_final_norm(self, config: Any, context: LayerContext) -> LayerNorm | None:
         """As the norms of layers."""
         return self.make_norm(config, context)
-
-    def forward_layers(
-        self,
-        residual: Tensor,
-        batch: ForwardBatch,
-        kv_caches: list[LayerCache],
-        reader: ResidualReader | None = None,
-    ) -> Tensor:
-        """With learned positions before the layers."""
-        if self.embed_positions is not None:
-            residual = self.embed_positions.add_to(residual, batch.positions)
-        return super().forward_layers(residual, batch, kv_caches, reader)

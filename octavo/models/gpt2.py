@@ -9,9 +9,9 @@ from octavo.core.model_config import ModelConfig
 from octavo.kernels.interface import AttentionSpec
 from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
-from octavo.models.checkpoint import Drop, Entry, Permute, Rename, Split, Transform, transpose, ungroup_heads
+from octavo.models.checkpoint import Entry, Permute, Split, Transform, transpose, ungroup_heads
 from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation
-from octavo.models.gpt import GPTConfig, GPTDecoder
+from octavo.models.gpt import GPT_NAMES, GPTConfig, GPTDecoder
 
 
 @dataclass(frozen=True)
@@ -23,27 +23,11 @@ class GPT2Config(GPTConfig):
     scale_by_layer: bool = False
 
 
-_NAMES = (
-    Drop(r"\.attn\.(masked_)?bias$"),
-    Drop(r"^lm_head\.weight$"),
-    Rename(r"^(transformer\.)?wte\.", "model.embed_tokens."),
-    Rename(r"^(transformer\.)?wpe\.", "model.embed_positions."),
-    Rename(r"^(transformer\.)?ln_f\.", "model.norm."),
-    Rename(r"^(transformer\.)?h\.", "model.layers."),
-    Rename(r"\.ln_1\.", ".input_layernorm."),
-    Rename(r"\.ln_2\.", ".post_attention_layernorm."),
-    Rename(r"\.attn\.c_proj\.", ".self_attn.o_proj."),
-    Rename(r"\.attn\.", ".self_attn."),
-    Rename(r"\.mlp\.c_fc\.", ".mlp.fc1."),
-    Rename(r"\.mlp\.c_proj\.", ".mlp.fc2."),
-)
-
-
 class GPT2LMHeadModel(GPTDecoder):
     """GPT-2; in its checkpoints, matrices are transposed, and queries, keys and values fused."""
 
     checkpoint_map: tuple[Entry, ...] = (
-        *_NAMES,
+        *GPT_NAMES,
         Transform(r"\.(c_attn|o_proj|fc1|fc2)\.weight$", transpose),
         Split("c_attn", ("q_proj", "k_proj", "v_proj")),
     )
@@ -87,7 +71,7 @@ class GPTBigCodeForCausalLM(GPT2LMHeadModel):
     def __init__(self, config: GPT2Config, context: LayerContext) -> None:
         super().__init__(config, context)
         self.checkpoint_map = (
-            *_NAMES,
+            *GPT_NAMES,
             Permute(r"\.c_attn\.", ungroup_heads(config.num_heads, config.num_kv_heads)),
             Split("c_attn", ("q_proj", "k_proj", "v_proj")),
         )

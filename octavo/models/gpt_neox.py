@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
-from octavo.models.checkpoint import Drop, Permute, Rename, Split, ungroup_heads
 from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation, rotary_fields
-from octavo.models.gpt import GPTConfig, GPTDecoder
+from octavo.models.gpt import GPT_NAMES, GPTConfig, GPTDecoder, split_by_kv_head
 
 
 class GPTNeoXForCausalLM(GPTDecoder):
@@ -14,20 +13,7 @@ class GPTNeoXForCausalLM(GPTDecoder):
 
     def __init__(self, config: GPTConfig, context: LayerContext) -> None:
         super().__init__(config, context)
-        self.checkpoint_map = (
-            Drop(r"\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)$"),
-            Rename(r"^embed_out\.", "lm_head."),
-            Drop(r"^lm_head\.weight$"),
-            Rename(r"^(gpt_neox\.)?embed_in\.", "model.embed_tokens."),
-            Rename(r"^(gpt_neox\.)?final_layer_norm\.", "model.norm."),
-            Rename(r"^(gpt_neox\.)?layers\.", "model.layers."),
-            Rename(r"\.attention\.dense\.", ".self_attn.o_proj."),
-            Rename(r"\.attention\.", ".self_attn."),
-            Rename(r"\.dense_h_to_4h\.", ".fc1."),
-            Rename(r"\.dense_4h_to_h\.", ".fc2."),
-            Permute(r"\.query_key_value\.", ungroup_heads(config.num_heads, config.num_kv_heads)),
-            Split("query_key_value", ("q_proj", "k_proj", "v_proj")),
-        )
+        self.checkpoint_map = (*GPT_NAMES, *split_by_kv_head(config))
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:

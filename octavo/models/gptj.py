@@ -5,9 +5,9 @@ from __future__ import annotations
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig, RopeConfig
 from octavo.layers.context import LayerContext
-from octavo.models.checkpoint import Drop, Permute, Rename, halve_pairs
+from octavo.models.checkpoint import Permute, halve_pairs
 from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation
-from octavo.models.gpt import GPTConfig, GPTDecoder
+from octavo.models.gpt import GPT_NAMES, GPTConfig, GPTDecoder
 
 
 class GPTJForCausalLM(GPTDecoder):
@@ -17,15 +17,7 @@ class GPTJForCausalLM(GPTDecoder):
         super().__init__(config, context)
         rotated = int(config.head_dim * config.rope.partial_rotary_factor)
         self.checkpoint_map = (
-            Drop(r"\.attn\.(masked_bias|bias|embed_positions)$"),
-            Rename(r"^(transformer\.)?wte\.", "model.embed_tokens."),
-            Rename(r"^(transformer\.)?ln_f\.", "model.norm."),
-            Rename(r"^(transformer\.)?h\.", "model.layers."),
-            Rename(r"\.ln_1\.", ".input_layernorm."),
-            Rename(r"\.attn\.out_proj\.", ".self_attn.o_proj."),
-            Rename(r"\.attn\.", ".self_attn."),
-            Rename(r"\.mlp\.fc_in\.", ".mlp.fc1."),
-            Rename(r"\.mlp\.fc_out\.", ".mlp.fc2."),
+            *GPT_NAMES,
             Permute(r"\.[qk]_proj\.weight$", halve_pairs(config.num_heads, rotated)),
         )
 

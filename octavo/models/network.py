@@ -55,6 +55,10 @@ class Network(Layer, ABC):
         super().__init__()
         self.config = config
 
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The whole shapes of the tensors that are not loaded yet, by their names."""
+        return {name: layer.expected[shard] for name, layer, shard in self.tensors()}
+
     def position_bytes(self) -> int:
         """Bytes that each position of the context takes in tables of positions, such as that of rotary embeddings."""
         return 0

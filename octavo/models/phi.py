@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
-from octavo.models.checkpoint import Drop, Rename
+from octavo.models.checkpoint import Rename
 from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation, rotary_fields
-from octavo.models.gpt import GPTConfig, GPTDecoder
+from octavo.models.gpt import GPT_NAMES, GPTConfig, GPTDecoder
 
 
 class PhiForCausalLM(GPTDecoder):
     """Phi-1 to Phi-2."""
 
-    checkpoint_map = (
-        Drop(r"rotary_emb\.inv_freq$"),
-        Rename(r"\.self_attn\.dense\.", ".self_attn.o_proj."),
-        Rename(r"^model\.final_layernorm\.", "model.norm."),
-    )
+    checkpoint_map = (*GPT_NAMES, Rename(r"^model\.final_layernorm\.", "model.norm."))
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:

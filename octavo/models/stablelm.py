@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
-from octavo.models.checkpoint import Drop
 from octavo.models.config_reader import ConfigReader, decoder_fields, refuse_activations, rotary_fields
 from octavo.models.gpt import GPTConfig, GPTDecoder
 
 
 class StableLmForCausalLM(GPTDecoder):
     """StableLM."""
-
-    checkpoint_map = (Drop(r"rotary_emb\.inv_freq$"), Drop(r"^lm_head\.weight$"))
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:

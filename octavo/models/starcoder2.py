@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from octavo.core.model_config import ModelConfig
-from octavo.models.checkpoint import Drop, Rename
 from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation, rotary_fields
 from octavo.models.gpt import GPTConfig, GPTDecoder
 
 
 class Starcoder2ForCausalLM(GPTDecoder):
     """StarCoder2."""
-
-    checkpoint_map = (
-        Drop(r"^lm_head\.weight$"),
-        Rename(r"\.mlp\.c_fc\.", ".mlp.fc1."),
-        Rename(r"\.mlp\.c_proj\.", ".mlp.fc2."),
-    )
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:

@@ -55,7 +55,7 @@ class DraftModelSource(DraftSource):
         changes = {"model": given.model, "quantization": given.quantization or "auto", "revision": given.revision}
         own = options.model_copy(update=changes)
         dummy = options.load_format == "dummy"
-        folder = resolve_model(own.model, dtype=own.dtype, revision=own.revision, weights=not dummy)
+        folder = resolve_model(own.model, revision=own.revision, weights=not dummy)
         return cls(own, folder, read_model_config(folder))
 
     def load(self, context: LayerContext, model: Network) -> DraftModel:
@@ -99,8 +99,7 @@ class DraftModel(WorkerDrafter):
         if options.load_format == "dummy":
             self.network = make_dummy_model(self.config, context, options.seed)
             return
-        gguf = gguf_source(options.model) if context.quantization == "gguf" else None
-        self.network = load_model(self._source.folder, self.config, context, gguf)
+        self.network = load_model(self._source.folder, self.config, context, gguf_source(options.model))
 
     def describe(self) -> str:
         """See ``WorkerDrafter``."""

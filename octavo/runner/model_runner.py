@@ -30,15 +30,16 @@ from octavo.layers.context import LayerContext
 from octavo.models.network import Network
 from octavo.models.sizes import outline, outline_network, weight_bytes
 from octavo.runner import memory
-from octavo.runner.adapters import describe_adapters, make_adapter_store, reserved_bytes
+from octavo.runner.adapters import LoraPreparer, describe_adapters, reserved_bytes
 from octavo.runner.device import make_device
 from octavo.runner.device_batch import SampledTokens
 from octavo.runner.drafter import WorkerDrafter, add_drafts, find_drafter
-from octavo.runner.grammars import GrammarStore
+from octavo.runner.grammars import GrammarPreparer
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.kv_layers import KVLayers, find_groups
 from octavo.runner.memory import WorkerShare
 from octavo.runner.pending import QueuedStep
+from octavo.runner.preparations import PreparerContext, WorkerPreparations, make_preparers
 from octavo.runner.profile import LargestStep
 from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
 from octavo.runner.prompt_results import PromptResults
@@ -109,7 +110,6 @@ class ModelRunner:
             loaded = weight_bytes(outline_network(config, context))
             memory.check_weights_fit(drafts.config, drafts.context(context), free - loaded)
         self._folder, self._context = folder, context
-        self._grammars = GrammarStore(options, config, folder, samples=layout.is_last_stage)
         #: Seconds of each part of the start.
         self._startup_seconds: dict[str, float] = {}
         with self._timed("reading and packing weights"):
@@ -120,11 +120,7 @@ class ModelRunner:
         if drafts is not None:
             with self._timed("drafter"):
                 self._drafter = drafts.load(context, self.model)
-        #: The same while it follows the steps.
-        self._prompt_adapters = None
-        if options.enable_prompt_adapter:
-            self._prompt_adapters = PromptAdapters(options, config, context, self.model)
-        self._adapters = make_adapter_store(options, config, self.model, self._prompt_adapters)
+        self._prepare_for_requests(layout.is_last_stage)
         if options.enable_lora:
             self._device.reserved = reserved_bytes(options, self.model, share.free_memory())
         self._device.reserved += virtual_token_bytes(options, self.model, context)
@@ -139,6 +135,15 @@ class ModelRunner:
         if context.layers is None:
             return group_layers(self.model.kv_specs)
         return group_layers(outline_network(self.config, replace(context, layers=None)).kv_specs, context.layers)
+
+    def _prepare_for_requests(self, samples: bool) -> None:
+        context = PreparerContext(self.options, self.config, self._folder, self._context, self.model, samples)
+        preparers = make_preparers(context)
+        self._preparations = WorkerPreparations(preparers)
+        # What steps ask of them.
+        self._grammars = cast(GrammarPreparer, preparers["grammar"])
+        self._loras = cast(LoraPreparer | None, preparers.get("lora"))
+        self._prompt_adapters = cast(PromptAdapters | None, preparers.get("prompt_adapter"))
 
     def _load_model(self) -> Network:
         return load_network(self.options, self.config, self._context, self._folder)
@@ -310,8 +315,7 @@ class ModelRunner:
             return 0
         freed = 0 if self._weights_asleep else sum(map(weight_bytes, self._networks()))
         self._weights_asleep = None
-        if self._adapters is not None:
-            self._adapters.detach()
+        self._preparations.detach()
         if self._drafter is not None:
             del self._drafter.network
         del self.model
@@ -334,8 +338,7 @@ class ModelRunner:
             self.model.extend_positions(self._max_model_len)
             if self._drafter is not None:
                 self._drafter.load(self.model)
-            if self._adapters is not None:
-                self._adapters.attach(self.model)
+            self._preparations.attach(self.model)
         if self._weights_asleep is not None:
             wake_up(self._weights_asleep)
             self._weights_asleep = None
@@ -369,9 +372,7 @@ class ModelRunner:
                 self._batch.append_sampled(sampled)
             result = StepResult(step=plan.step)
             self._forget(plan.forget)
-            if self._adapters is not None:
-                self._adapters.apply(plan, result)
-            self._grammars.apply(plan, result)
+            self._preparations.apply(plan, result)
             self._change_rows(plan)
             step = QueuedStep(result, self._batch, self._in_flight)
             step.swap_seconds = self._cache.move(plan)
@@ -460,11 +461,11 @@ class ModelRunner:
             self._batch.change_table(change)
 
     def _slot_of(self, adapter: str | None) -> int:
-        if adapter is None:
+        if adapter is None or (self._prompt_adapters is not None and adapter in self._prompt_adapters):
             return -1
-        if self._adapters is None:
+        if self._loras is None:
             raise RuntimeError("a plan names an adapter, but adapters are not enabled")
-        return self._adapters.slot_of(adapter)
+        return self._loras.slot_of(adapter)
 
     def _require_known(self, seq_ids: list[int]) -> None:
         """Refuses a change that needs tokens of these sequences that are still on the device only."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,13 +21,14 @@ from torch import Tensor
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.config import EngineConfig
-from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence
 from octavo.kernels.interface import Kernels, LayerCache
 from octavo.layers.context import LayerContext
 from octavo.layers.linear import share_heads
 from octavo.loader.adapters.prompt import VirtualTokens, VirtualTokenSizes, read_prompt_adapter
 from octavo.models.network import Network
+from octavo.runner.adapters import AdapterPreparer
+from octavo.runner.preparations import PreparerContext
 from octavo.runner.step_inputs import StepInputs
 from octavo.sampling.token_table import TokenTable
 
@@ -40,12 +42,13 @@ def virtual_token_bytes(options: EngineConfig, network: Network, context: LayerC
     return options.num_virtual_tokens * max(keys_values, network.config.hidden_size) * context.dtype.itemsize
 
 
-class PromptAdapters:
+class PromptAdapters(AdapterPreparer):
     """Owns the virtual tokens of the adapters in memory, and knows which sequences still have some to compute."""
 
-    def __init__(self, options: EngineConfig, config: ModelConfig, context: LayerContext, network: Network) -> None:
-        self._config, self._context = config, context
-        self._network: Network | None = network
+    def __init__(self, context: PreparerContext) -> None:
+        options = context.options
+        self._config, self._context = context.config, context.layers
+        self._network: Network | None = context.network
         self._rows = options.max_prompt_adapter_token
         self._free = list(range(options.max_prompt_adapters))[::-1]
         self._sizes: VirtualTokenSizes | None = None
@@ -58,12 +61,9 @@ class PromptAdapters:
     def __contains__(self, key: str) -> bool:
         return key in self._held
 
-    def read(self, ref: AdapterRef) -> VirtualTokens:
-        """This rank's part of an adapter's virtual tokens, of the network's type, on the host; for any thread.
-
-        Raises:
-            AdapterError: see ``read_prompt_adapter``.
-        """
+    def prepare(self, payload: bytes) -> VirtualTokens:
+        """See ``Preparer``: this rank's part of an adapter's virtual tokens, of the network's type, on the host."""
+        ref = msgspec.msgpack.decode(payload, type=AdapterRef)
         if self._sizes is None:
             self._sizes = VirtualTokenSizes.of(self._config)
         tokens, context = read_prompt_adapter(ref, self._sizes), self._context
@@ -75,24 +75,22 @@ class PromptAdapters:
         part = tokens.keys_values[layers.start : layers.stop, :, :, own]
         return VirtualTokens(keys_values=part.to(context.dtype).contiguous())
 
-    def place(self, key: str, tokens: VirtualTokens) -> None:
-        """Holds an adapter that was read; between steps."""
+    def keep(self, key: str, thing: VirtualTokens) -> None:
+        """See ``Preparer``."""
         part = self._free.pop()
-        self._held[key] = part, tokens
-        self._write_embeddings(part, tokens)
+        self._held[key] = part, thing
+        self._write_embeddings(part, thing)
 
     def drop(self, key: str) -> None:
-        """Forgets an adapter, if it is held."""
-        held = self._held.pop(key, None)
-        if held is not None:
-            self._free.append(held[0])
+        """See ``Preparer``."""
+        self._free.append(self._held.pop(key)[0])
 
     def detach(self) -> None:
-        """Forgets the network, which is to be freed; adapters stay in host memory."""
+        """See ``Preparer``."""
         self._network = None
 
     def attach(self, network: Network) -> None:
-        """Goes on with a network that was loaded again."""
+        """See ``Preparer``."""
         self._network = network
         for part, tokens in self._held.values():
             self._write_embeddings(part, tokens)

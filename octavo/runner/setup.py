@@ -71,5 +71,4 @@ def load_network(options: EngineConfig, config: ModelConfig, context: LayerConte
     """
     if options.load_format == "dummy":
         return make_dummy_model(config, context, options.seed)
-    gguf = gguf_source(options.model) if context.quantization == "gguf" else None
-    return load_model(folder, config, context, gguf)
+    return load_model(folder, config, context, gguf_source(options.model))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+from octavo.core.preparations import Preparation, preparations_of
 from octavo.core.request import Beam, EngineCoreRequest, Generate, SequenceStatus
-from octavo.core.structured_outputs import Grammar
 from octavo.core.untracked import untracked
 from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
 from octavo.scheduler.beam_search import BeamSearch
@@ -130,8 +130,8 @@ class SequenceGroup:
     beam: BeamSearch | None = field(init=False, default=None)
     #: Whether its sequences may have drafts: beams are chosen by every step, and a user's callables may keep state.
     drafts: bool = field(init=False, default=False)
-    #: What its tokens are held to.
-    grammar: Grammar | None = field(init=False, default=None)
+    #: What must be ready on the workers before it can run.
+    preparations: list[Preparation] = field(init=False)
     #: Sequences still to be forked off when the prompt is computed.
     num_pending_forks: int = field(init=False)
     #: Unfinished sequences, in order of their index (beams: best first).
@@ -140,7 +140,11 @@ class SequenceGroup:
     def __post_init__(self, number: int, seq_id: int, max_model_len: int) -> None:
         request = self.request
         task, prompt = request.task, len(request.prompt_token_ids)
-        self.group_id, self.arrival, self.priority = request.group_id, (request.arrival_time, number), request.priority
+        self.group_id, self.arrival, self.priority = (
+            request.group_id,
+            (request.arrival_time, number),
+            request.options.priority,
+        )
         self.context = request.cache_context
         self.features = untracked([FeatureSpan(f.offset, f.length, f.key) for f in request.features])
         self.stop_token_ids = untracked(frozenset(task.stop_token_ids))
@@ -153,7 +157,7 @@ class SequenceGroup:
             self.beam = BeamSearch(task.params, self.stop_token_ids, self.max_length - prompt)
         elif isinstance(task, Generate):
             self.drafts = not task.params.runs_custom_code
-            self.grammar = task.grammar if task.samples else None
+        self.preparations = preparations_of(request)
         self.num_pending_forks = task.num_sequences - 1
         self.seqs = [Sequence(seq_id, self, 0, list(request.prompt_token_ids))]
 

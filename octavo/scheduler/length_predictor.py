@@ -44,9 +44,9 @@ def features_of(request: EngineCoreRequest) -> Features:
         stops = (len(task.stop_token_ids), task.params.min_tokens, tuple(stop) if isinstance(stop, list) else stop)
     return (
         None,
-        ("user", request.user),
+        ("user", request.options.user),
         ("prefix", prefix),
-        ("user and prefix", request.user, prefix),
+        ("user and prefix", request.options.user, prefix),
         ("prompt", int(3 * math.log2(len(prompt)))),
         ("max_tokens", limit and int(3 * math.log2(limit))),
         ("stops", type(task).__name__, stops),

@@ -9,24 +9,20 @@ from typing import Any
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.memory.block_manager import BlockManager
-from octavo.scheduler.adapter_queue import AdapterQueue
-from octavo.scheduler.adapters import Adapters
-from octavo.scheduler.grammars import Grammars
-from octavo.scheduler.group_queue import GroupQueue, make_queue
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.policies import FirstComeFirstServed, GuardedPolicy, load_policy
+from octavo.scheduler.preparation_pool import PreparationState, Prepared
+from octavo.scheduler.preparations import Preparations
+from octavo.scheduler.prepared_queue import PreparedQueue
 from octavo.speculation.speculator import Speculator
-
-#: A queue of groups that wait or are swapped.
-AnyQueue = GroupQueue | AdapterQueue
 
 
 class Queues:
     """Owns every unfinished group.
 
-    Invariants: a group is in exactly one of waiting, running and swapped, or it waits for its grammar; only running
-    ones hold device blocks, and only swapped ones host blocks; ``running`` is in order (as of the last ``reorder``);
-    ``num_running_seqs`` is the sum of ``num_seqs`` over them; ``prefilling`` holds those that prefill, in order.
+    Invariants: a group is in exactly one of waiting, running and swapped; only running ones hold device blocks, and
+    only swapped ones host blocks; ``running`` is in order (as of the last ``reorder``); ``num_running_seqs`` is the sum
+    of ``num_seqs`` over them; ``prefilling`` holds those that prefill, in order.
     """
 
     def __init__(
@@ -35,13 +31,11 @@ class Queues:
         blocks: BlockManager,
         max_model_len: int,
         plans_on_results: bool = False,
-        adapters: Adapters | None = None,
+        preparations: Preparations | None = None,
         speculator: Speculator | None = None,
-        grammars: Grammars | None = None,
     ) -> None:
         self.blocks = blocks
-        self.grammars = grammars or Grammars()
-        self.adapters = adapters
+        self.preparations = preparations = preparations or Preparations()
         self._speculator = speculator
         self.policy = load_policy(options.scheduling_policy, options)
         self._threshold = options.long_prefill_token_threshold
@@ -54,8 +48,7 @@ class Queues:
         self.waiting_long = self._make_queue()
         self.swapped = self._make_queue()
         self.not_running = [self.waiting, self.waiting_long, self.swapped]
-        for pool in adapters.pools if adapters is not None else ():
-            pool.watchers = [queue.on_change for queue in self.not_running if isinstance(queue, AdapterQueue)]
+        preparations.connect(self.not_running, self.order, self._on_change)
         self.running: list[SequenceGroup] = []
         self.prefilling: list[SequenceGroup] = []
         self.num_running_seqs = 0
@@ -75,15 +68,13 @@ class Queues:
         self._seq_ids = itertools.count()
         self._numbers = itertools.count()
 
-    def _make_queue(self) -> AnyQueue:
-        if self.adapters is None:
-            return make_queue(self.policy, self._aging_limit)
-        return AdapterQueue(self.policy, self._aging_limit, self.adapters, self.order)
+    def _make_queue(self) -> PreparedQueue:
+        return PreparedQueue(self.policy, self._aging_limit, self.preparations.needs, self.order)
 
     @property
     def num_waiting(self) -> int:
-        """Waiting groups, with those that wait for their grammar."""
-        return len(self.waiting) + len(self.waiting_long) + self.grammars.num_waiting
+        """Waiting groups, with those that wait for something to be prepared."""
+        return len(self.waiting) + len(self.waiting_long)
 
     @property
     def earliest_waiting(self) -> SequenceGroup | None:
@@ -97,19 +88,11 @@ class Queues:
         return len(self.groups) - len(self.running)
 
     def add(self, request: EngineCoreRequest) -> SequenceGroup:
-        """Makes a group of the request and puts it into the waiting queue, or lets it wait for its grammar first."""
+        """Makes a group of the request and puts it into the waiting queue."""
         group = self._make_group(request)
         self._take(group)
-        if group.grammar is not None and not self.grammars.acquire(group, group.grammar):
-            _set_status(group, SequenceStatus.WAITING_FOR_GRAMMAR)
-        else:
-            self.waiting_queue(group).push(group)
+        self._push(group)
         return group
-
-    def end_grammar_wait(self, group: SequenceGroup) -> None:
-        """The group's grammar is compiled: it takes its place in the waiting queue, that of its arrival."""
-        _set_status(group, SequenceStatus.WAITING)
-        self.waiting_queue(group).push(group)
 
     def receive(self, request: EngineCoreRequest) -> SequenceGroup | None:
         """As ``add``, of a prompt that another engine has computed but for its last token: its group is swapped.
@@ -125,7 +108,7 @@ class Queues:
         group.prefilling = False
         _set_status(group, SequenceStatus.SWAPPED)
         self._take(group)
-        self.swapped.push(group)
+        self._push(group)
         return group
 
     def _make_group(self, request: EngineCoreRequest) -> SequenceGroup:
@@ -147,24 +130,41 @@ class Queues:
             return []
         return [(g, why) for g, why in self.policy.take_failures() if self.groups.get(g.group_id) is g]
 
-    def waiting_queue(self, group: SequenceGroup) -> AnyQueue:
-        """The queue in which this group waits."""
+    def _queue_of(self, group: SequenceGroup) -> PreparedQueue:
+        """The queue in which a group that does not run is."""
+        if group.status is SequenceStatus.SWAPPED:
+            return self.swapped
         return self.waiting_long if group.is_long else self.waiting
 
-    def peek(self, queue: AnyQueue, now: float) -> SequenceGroup | None:
-        """The first group of a queue that may be admitted, as far as adapters are concerned; None if there is none.
+    def _push(self, group: SequenceGroup) -> None:
+        self.preparations.add_waiting(group)
+        self._queue_of(group).push(group)
 
-        Groups whose adapter cannot be used yet are passed over. When the first of them is urgent, no later group with
-        an adapter is admitted: so slots become free for it, as those that run end.
+    def _remove(self, group: SequenceGroup) -> None:
+        self._queue_of(group).remove(group)
+        self.preparations.remove_waiting(group)
+
+    def _on_change(self, thing: Prepared) -> None:
+        """Groups that have waited for something that is ready now take the place of their arrival."""
+        if thing.state is PreparationState.READY and not thing.pool.limits.is_scarce:
+            for group in thing.waiting.values():
+                self._queue_of(group).moved(group)
+
+    def peek(self, queue: PreparedQueue, now: float) -> SequenceGroup | None:
+        """The first group of a queue that may be admitted, as far as preparations are concerned; None if there is none.
+
+        Groups that wait for one are passed over. When the first of those that wait for something scarce is urgent, no
+        later group that takes such a thing is admitted: so places become free for it, as those that run end.
         """
         first = queue.peek(now)
-        if self.adapters is None or first is None or first.request.adapter is None:
+        if first is None or not first.preparations or not self.preparations.is_scarce(first):
             return first
-        blocked = [q.peek_blocked(now) for q in self.not_running if isinstance(q, AdapterQueue)]
+        if not self.preparations.may_admit(first):  # it needs more than the thing in whose lane it is
+            return queue.ready.peek(now)
+        blocked = [q.peek_blocked(now) for q in self.not_running]
         if all(g is None or self.order(first) < self.order(g) for g in blocked):
             return first
-        assert isinstance(queue, AdapterQueue)
-        return queue.base.peek(now)
+        return queue.ready.peek(now)
 
     def order(self, group: SequenceGroup) -> tuple[Any, ...]:
         """Compares groups; the lower goes first: urgent ones by arrival, then the others as the policy says."""
@@ -194,9 +194,8 @@ class Queues:
 
     def start_running(self, group: SequenceGroup) -> None:
         """From waiting or swapped to running."""
-        (self.swapped if group.status is SequenceStatus.SWAPPED else self.waiting_queue(group)).remove(group)
-        if self.adapters is not None and (adapter := group.request.adapter) is not None:
-            self.adapters.pool(adapter).acquire(adapter)
+        self.preparations.acquire(group)  # before it ceases to wait: what it needs is in use all the time
+        self._remove(group)
         _set_status(group, SequenceStatus.RUNNING)
         group.chain = None  # when it resumes, its first sequence may be another one, and longer
         self.policy.on_admit(group)
@@ -218,7 +217,8 @@ class Queues:
             seq.free_slots = 0
         _set_status(group, status)
         self.policy.on_preempt(group)
-        (self.swapped if status is SequenceStatus.SWAPPED else self.waiting_queue(group)).push(group)
+        self._push(group)
+        self.preparations.release(group)
 
     def finish_prefill(self, group: SequenceGroup) -> None:
         """The group has computed all but the last token of each sequence."""
@@ -280,12 +280,9 @@ class Queues:
         """Ends a group in any state and frees all it holds."""
         if group.status is SequenceStatus.RUNNING:
             self._leave_running(group)
-        elif group.status is SequenceStatus.SWAPPED:
-            self.swapped.remove(group)
-        elif group.status is SequenceStatus.WAITING:
-            self.waiting_queue(group).remove(group)
-        if group.grammar is not None:
-            self.grammars.release(group, group.grammar)
+            self.preparations.release(group)
+        else:
+            self._remove(group)
         for seq in group.seqs:
             self._free(seq, status)
         group.seqs = []
@@ -315,8 +312,6 @@ class Queues:
         if group.prefilling:
             self.prefilling.remove(group)
         self.num_running_seqs -= group.num_seqs
-        if self.adapters is not None and (adapter := group.request.adapter) is not None:
-            self.adapters.pool(adapter).release(adapter.key)
 
     def _insert(self, groups: list[SequenceGroup], group: SequenceGroup) -> None:
         if not groups or self.order(groups[-1]) <= self.order(group):

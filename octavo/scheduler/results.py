@@ -49,10 +49,10 @@ class Results:
     def _complete(self, group: SequenceGroup, updates: list[GroupOutput]) -> None:
         """Ends a group whose prompt is computed and that samples nothing; pins the prompt if it is a shared prefix."""
         status, error = SequenceStatus.FINISHED_LENGTH, None
-        if group.request.pin_as is not None:
+        if group.request.options.pin_as is not None:
             if group.status is not SequenceStatus.RUNNING:
                 return  # preempted while this step was in flight: computed again
-            status, error = self._pin(group, group.request.pin_as)
+            status, error = self._pin(group, group.request.options.pin_as)
         self._queues.end_group(group, status)
         updates.append(GroupOutput(group.group_id, group.status.value, error))
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from octavo.core.adapters import AdapterRef
 from octavo.core.config import SchedulerOptions
 from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput
-from octavo.core.errors import AdapterError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.core.stats import SchedulerStats, sum_groups
 from octavo.memory.block_manager import AllocStatus, BlockManager
-from octavo.scheduler.adapter_loading import AdapterLoading
-from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.displacement import Displacement
 from octavo.scheduler.drafting import Drafting
-from octavo.scheduler.grammars import Grammars
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.preemption import MoveCost, Preemption
+from octavo.scheduler.preparations import Preparations
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.results import Results
 from octavo.scheduler.running import Running
@@ -44,8 +40,7 @@ class Scheduler:
         speculator: Speculator | None = None,
         runs_ahead: bool = False,
         num_stages: int = 1,
-        adapters: Adapters | None = None,
-        grammars: Grammars | None = None,
+        preparations: Preparations | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A ``speculator`` proposes tokens that a step then verifies: no step is planned before its result is known.
@@ -55,7 +50,8 @@ class Scheduler:
         With several pipeline stages a sampled token comes back with its step's result, so that a sequence is in one
         step at a time, and the running sequences are divided among that many steps.
 
-        Without ``adapters``, requests that name one end as ignored. ``grammars``: those that the workers have already.
+        ``preparations``: what the workers have already, and what may be prepared; a request that needs something else
+        ends as ignored.
 
         Raises:
             ValueError: ``max_model_len`` tokens do not fit the blocks.
@@ -69,9 +65,8 @@ class Scheduler:
             blocks,
             max_model_len,
             plans_on_results=num_stages > 1,
-            adapters=adapters,
+            preparations=preparations,
             speculator=speculator,
-            grammars=grammars,
         )
         self._speculator, self._stats = speculator, SchedulerStats()
         self._drafting: Drafting | None = None
@@ -82,8 +77,7 @@ class Scheduler:
         self._displacement = Displacement(options, self.queues, self._admission, self._preemption)
         self._running = Running(options, self.queues, self._preemption, num_stages)
         self._results = Results(self.queues, max_model_len, self._drafting)
-        self.adapters = adapters
-        self._loading = AdapterLoading(self.queues, adapters) if adapters is not None else None
+        self.preparations = self.queues.preparations
         self._num_stages, self._clock = num_stages, clock
         self._displaces = options.priority_preemption or self.queues.policy.preemptive
         self._in_flight: dict[int, Step] = {}
@@ -105,7 +99,7 @@ class Scheduler:
 
         The prompt must be shorter than ``max_model_len``; as long at most if nothing is sampled.
         """
-        if request.adapter is not None and (error := self._adapter_error(request.adapter)) is not None:
+        if (error := self.preparations.refusal(request)) is not None:
             self._pending_outputs.append(
                 GroupOutput(request.group_id, SequenceStatus.FINISHED_IGNORED.value, str(error))
             )
@@ -115,16 +109,6 @@ class Scheduler:
         if rejection_reason is not None:
             self.queues.end_group(group, SequenceStatus.FINISHED_IGNORED)
             self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, rejection_reason))
-
-    def _adapter_error(self, adapter: AdapterRef) -> AdapterError | None:
-        """Why requests with this adapter cannot run, or None if they can."""
-        if self.adapters is None:
-            return AdapterError(f"adapter {adapter.name!r} needs the option enable_lora or enable_prompt_adapter")
-        try:
-            self.adapters.pool(adapter)
-        except AdapterError as e:
-            return e
-        return None
 
     def receive(self, request: EngineCoreRequest) -> bool:
         """Queues a group of one sequence whose prompt, but for its last token, another engine has computed.
@@ -167,7 +151,7 @@ class Scheduler:
 
     @property
     def _may_admit(self) -> bool:
-        """Whether a waiting group could be admitted, as far as adapters and grammars are concerned."""
+        """Whether a waiting group could be admitted, as far as preparations are concerned."""
         queues, now = self.queues, self._clock()
         return any(queues.peek(queue, now) is not None for queue in (queues.waiting, queues.waiting_long))
 
@@ -187,8 +171,7 @@ class Scheduler:
         reserved = drafting.reserve(step.budget) if drafting is not None and self.options.cuts_prompts else 0
         step.budget -= reserved
         self.queues.reorder(step.now)
-        if self.adapters is not None:
-            self.adapters.place_pinned()
+        self.preparations.place_pinned()
         preempting = self._displacement.preempt_for_waiting(step) if self._displaces else None
         if self.options.batching == "prefill_first":
             self._schedule_prefill_first(step, preempting)
@@ -200,26 +183,15 @@ class Scheduler:
             drafting.add_drafts(step)
         self._stats.steps = self.queues.last_step = self._stats.steps + 1
         plan = make_plan(self.queues, step, self._stats.steps)
-        if self._loading is not None:
-            self._add_adapters(plan, step)
-        grammars = self.queues.grammars
-        grammars.add_to(plan)
-        plan.awaits_grammar = grammars.num_waiting > 0 and self._is_idle(plan)
+        self.preparations.begin(step.now)
+        self.preparations.add_to(plan)
+        # Behind a step in flight, waiting would delay those that follow its result.
+        is_idle = not (plan.seq_ids or self._in_flight or self._pending_outputs)
+        plan.awaits_prepared = is_idle and self.preparations.num_preparing > 0
         advance(self.queues, step)
         self._in_flight[plan.step] = step
         self._count_totals(step, plan)
         return plan
-
-    def _add_adapters(self, plan: StepPlan, step: Step) -> None:
-        """Begins loads, and puts into the plan what becomes of adapters."""
-        assert self.adapters is not None and self._loading is not None
-        self._loading.start_loads(step.now)
-        self.adapters.add_to(plan)
-        plan.awaits_adapter = self.adapters.num_loading > 0 and self._is_idle(plan)
-
-    def _is_idle(self, plan: StepPlan) -> bool:
-        """Whether a step of this plan may wait: behind one in flight it would delay those that follow its result."""
-        return not (plan.seq_ids or self._in_flight or self._pending_outputs)
 
     def _schedule_running(self, step: Step) -> None:
         for group in self._running.schedule_running(step):
@@ -315,22 +287,12 @@ class Scheduler:
         self._last_update = now
         self._observe_costs(step, plan, result)
         outputs = self._results.update(step, result)
-        if self._loading is not None:
-            for group, message in self._loading.update(result):
-                self._fail(group, message, adapter_failed=True)
-        if result.compiled_grammars or result.grammar_errors:
-            self._end_grammar_waits(result)
+        for group, message, adapter_failed in self.preparations.update(plan, result):
+            self._fail(group, message, adapter_failed=adapter_failed)
         for group, message in self.queues.take_policy_failures():
             self._fail(group, message)
         outputs.groups += self._pop_pending_outputs()
         return outputs
-
-    def _end_grammar_waits(self, result: StepResult) -> None:
-        ready, failed = self.queues.grammars.update(result)
-        for group in ready:
-            self.queues.end_grammar_wait(group)
-        for group, message in failed:
-            self._fail(group, message)
 
     def fail(self, plan: StepPlan, message: str) -> EngineCoreOutputs:
         """Ends with an error every group of a plan that could not be executed; the others continue.
@@ -341,9 +303,7 @@ class Scheduler:
         self.queues.last_result = plan.step
         decoding = [*step.decodes, *(s for s, _ in step.drafted), *(s for s, _ in step.extended)]
         groups = {g.group_id: g for g in [s.group for s in decoding] + step.prefill_groups + step.swapped_groups}
-        if self.adapters is not None:
-            self.adapters.repeat(plan)
-        self.queues.grammars.repeat(plan)
+        self.preparations.repeat(plan)
         if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
             self.blocks.reset_prefix_cache()
         for group_id, group in groups.items():
@@ -380,8 +340,7 @@ class Scheduler:
         stats.blocks_pinned, stats.host_blocks_used = total.pinned, total.host_used
         if len(groups) > 1:
             stats.groups = groups
-        if self.adapters is not None:
-            stats.adapters = self.adapters.counts()
+        stats.adapters = self.preparations.adapter_stats()
         if self._speculator is not None:
             stats.speculation = self._speculator.stats()
         prefixes = blocks.prefixes

@@ -258,9 +258,8 @@ def _new_sequence(seq: Sequence) -> NewSequence:
     if isinstance(task, Generate) and seq.index:
         task = msgspec.structs.replace(task, seed=_seed(seq))
     if isinstance(task, Generate) and task.grammar is not None:
-        grammar = seq.group.grammar  # None where nothing is sampled
-        if grammar is not None:  # the workers have compiled it, and its source may be long
-            grammar = msgspec.structs.replace(grammar, source="")
+        # The workers have compiled it, and its source may be long.
+        grammar = msgspec.structs.replace(task.grammar, source="") if task.samples else None
         task = msgspec.structs.replace(task, grammar=grammar)
     adapter = seq.group.request.adapter
     key = adapter.key if adapter is not None else None

@@ -118,7 +118,7 @@ class _PendingResponse:
             return None
         skip = self.chat.body.skip_special_tokens is not False
         tokenizer = self.chat.generation.service.llm.tokenizer
-        visible = self.chat.generation.visible_tokens
+        visible = self.chat.generation.options.visible_tokens
         return LogprobsTracker(tokenizer, output.prompt_token_ids, skip_special_tokens=skip, visible_tokens=visible)
 
     def _logprobs(self, choice: ChoiceEvents) -> ChoiceLogprobs | None:

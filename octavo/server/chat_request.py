@@ -174,9 +174,9 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
         max_tokens=max_tokens,
         logprobs=top,
         prompt_logprobs=body.prompt_logprobs,
+        prediction=await read_prediction(service, body.prediction),
+        visible_tokens=prompt.visible_tokens,
     )
-    generation.visible_tokens = prompt.visible_tokens
-    generation.prediction = await read_prediction(service, body.prediction)
     has_tools = _constrain(service, generation.params, prompt, tools)
     return Chat(body, generation, top, tools, prompt.tool_parser, prompt.reasoning, has_tools)
 

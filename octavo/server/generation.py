@@ -17,8 +17,8 @@ from octavo import __version__
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import AdapterConflictError, InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestOutput
+from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
-from octavo.engine.request_stream import RequestStream
 from octavo.server.cancellation import cancel_tasks
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.fields import refuse_unknown, refuse_unsupported
@@ -50,10 +50,8 @@ class Generation:
     response_id: str
     prompts: list[TokenizedPrompt]
     params: SamplingParams | BeamSearchParams
-    #: Token ids of what the answer is likely to be, if the request says it.
-    prediction: list[int] | None = None
-    #: Special tokens that are part of the text although others are not.
-    visible_tokens: frozenset[int] = frozenset()
+    #: Of each prompt.
+    options: RequestOptions
     #: Seconds since 1970.
     created: int = field(default_factory=lambda: int(time.time()))
     #: Tokens of the choices that are returned, or were to be.
@@ -73,9 +71,9 @@ class Generation:
             ApiError: the queue is full, or a completion failed; all prompts are aborted.
             InvalidRequestError: a prompt cannot be served; all prompts are aborted.
         """
-        waiting = {self._name(i): len(prompt.token_ids) for i, prompt in enumerate(self.prompts)}
-        self.service.queue.enter(waiting)
-        runs = [self._run(i) for i in range(len(self.prompts))]
+        prompts = {f"{self.response_id}-{i}": prompt for i, prompt in enumerate(self.prompts)}
+        self.service.queue.enter({name: len(prompt.token_ids) for name, prompt in prompts.items()})
+        runs = [self._run(name, prompt) for name, prompt in prompts.items()]
         try:
             if len(runs) == 1:
                 async for output in runs[0]:
@@ -85,7 +83,7 @@ class Generation:
                     async for item in merged:
                         yield item
         finally:
-            self.service.queue.leave(*waiting)
+            self.service.queue.leave(*prompts)
             for run in runs:
                 await run.aclose()
             if self.model.adapter is not None:
@@ -129,7 +127,7 @@ class Generation:
             prompt_tokens_details=PromptDetails(cached_tokens=self.cached_tokens),
         )
         details: dict[str, int] = {}
-        if self.draft_tokens or self.prediction is not None:
+        if self.draft_tokens or self.options.prediction is not None:
             details["accepted_prediction_tokens"] = self.accepted_tokens
             details["rejected_prediction_tokens"] = self.draft_tokens - self.accepted_tokens
         if self.reasoning_tokens is not None:
@@ -154,36 +152,15 @@ class Generation:
             "system_fingerprint": f"octavo-{__version__}",
         }
 
-    def _name(self, index: int) -> str:
-        """The engine's name of a prompt."""
-        return f"{self.response_id}-{index}"
-
-    async def _submit(self, index: int) -> RequestStream:
-        return await self.service.llm.submit(
-            self._name(index),
-            {"prompt_token_ids": self.prompts[index].token_ids},
-            self.params,
-            priority=self.body.priority or 0,
-            cache_salt=self.body.cache_salt or "",
-            user=self.body.user,
-            ttft_target=self.body.ttft_target,
-            tpot_target=self.body.tpot_target,
-            lora_request=self.model.adapter,
-            prediction=self.prediction,
-            visible_tokens=self.visible_tokens,
-            client=client_of(self.request),
-            streaming=bool(self.body.stream),
-        )
-
-    async def _run(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+    async def _run(self, name: str, prompt: TokenizedPrompt) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one prompt."""
-        service = self.service
+        service, ids = self.service, {"prompt_token_ids": prompt.token_ids}
         try:
-            stream = await self._submit(index)
+            stream = await service.llm.submit(name, ids, self.params, self.options, streaming=bool(self.body.stream))
         except InvalidRequestError as e:
             raise renamed(e, self.body) from None
         finally:
-            service.queue.leave(self._name(index))
+            service.queue.leave(name)
         observer = RequestObserver(service.metrics, self.model.name if self.model.adapter else None)
         try:
             with closing(stream):
@@ -246,10 +223,13 @@ def make_generation(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    prediction: list[int] | None = None,
+    visible_tokens: frozenset[int] = frozenset(),
 ) -> Generation:
     """Checks the size and the parameters of a request and prepares its generation.
 
-    ``prefix`` is that of the response id, which is never a request id, as a client may use one twice.
+    ``prefix`` is that of the response id, which is never a request id, as a client may use one twice. ``prediction``
+    and ``visible_tokens``: see ``RequestOptions``, whose other fields are those of the body.
 
     Raises:
         InvalidRequestError, ApiError: a parameter is out of range or not supported.
@@ -273,7 +253,18 @@ def make_generation(
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
-    return Generation(service, request, body, model, f"{prefix}-{uuid.uuid4().hex}", prompts, params)
+    options = RequestOptions(
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        user=body.user or "",
+        ttft_target=body.ttft_target,
+        tpot_target=body.tpot_target,
+        lora_request=model.adapter,
+        prediction=prediction,
+        visible_tokens=visible_tokens,
+        client=client_of(request),
+    )
+    return Generation(service, request, body, model, f"{prefix}-{uuid.uuid4().hex}", prompts, params, options)
 
 
 def _check_size(

@@ -37,8 +37,9 @@ from octavo import (
 )
 from octavo.core.config import make_config
 from octavo.core.messages import Add, ToCore, check_sendable
+from octavo.core.request_options import RequestOptions
 from octavo.core.stats import StepStats
-from octavo.engine import async_llm, replicas
+from octavo.engine import async_engine, front_end, replicas
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.core_process import _check_messages
 from tests.busy_machine import PATIENCE, once_in_three
@@ -160,7 +161,7 @@ def requests() -> list[tuple[str, SamplingParams | BeamSearchParams]]:
 def test_answers_are_those_of_the_offline_engine_bit_for_bit(
     shared: Shared, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, concurrent: int
 ) -> None:
-    monkeypatch.setattr(async_llm, "MAX_SEQUENCES_AT_ONCE", 7)
+    monkeypatch.setattr(async_engine, "MAX_SEQUENCES_AT_ONCE", 7)
     asked = requests()
     offline = LLM(str(tiny_model), **OPTIONS).generate([p for p, _ in asked], [s for _, s in asked], use_tqdm=False)
 
@@ -418,9 +419,9 @@ def test_what_is_not_refused_can_be_read_by_the_core(shared: Shared, kind: Any, 
             if kind is not None:
                 setattr(params, name, value)  # as a program may do after they were checked
             try:
-                request = llm.inputs.process("a", options.pop("prompt"), params, **options)
+                request = llm.inputs.process("a", options.pop("prompt"), params, RequestOptions(**options))
                 check_sendable(request.group)
-                data = llm._replicas.encode(request.group)
+                data = llm._replicas._cores[0].client.encode(Add(request.group))
             except InvalidRequestError:
                 continue
             accepted += 1
@@ -432,7 +433,7 @@ def test_what_is_not_refused_can_be_read_by_the_core(shared: Shared, kind: Any, 
 
 def test_a_long_text_is_tokenized_like_a_short_one(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "The quick brown fox jumps. " * 7
-    monkeypatch.setattr(async_llm, "LONG_TEXT", 100)
+    monkeypatch.setattr(front_end, "LONG_TEXT", 100)
 
     async def test(llm: AsyncLLM) -> None:
         for prompt in (text, {"prompt": text}):

@@ -186,7 +186,7 @@ REFUSED = [
     ("llm.generate({'prompt_embeds': [[0.0]]})", "prompt_embeds"),
     ("llm.generate({'prompt': 'x', 'promt': 'y'})", "'promt'.*known: .*prompt"),
     ("llm.generate({'encoder_prompt': 'x', 'decoder_prompt': 'y'})", "'encoder_prompt'"),
-    ("llm.generate('x', lora_request=object())", "lora_request must be one for all prompts"),
+    ("llm.generate('x', lora_request=object())", "lora_request must be a LoRARequest"),
     ("llm.generate(['x'], lora_request=[LoRARequest('a', 1, 'b')] * 2)", "lora_request must be .* not 2 of them"),
     ("llm.generate('x', lora_request=LoRARequest('a', 1, 'b'))", "enable_lora=True"),
     ("llm.chat('x', lora_request=LoRARequest('a', 1, 'b'))", "enable_lora=True"),

@@ -240,7 +240,7 @@ def test_predictions_of_chats_and_wrong_ones(tiny_model: Path) -> None:
     assert found.outputs[0].token_ids == wanted.token_ids
     assert found.metrics.num_accepted_draft_tokens > 20
     wrong: Any
-    for wrong, words in ((7, "one for all"), ([-1], "from 0 to"), (["a", "b"], "not 2 of them")):
+    for wrong, words in ((7, "text or a list of token ids"), ([-1], "from 0 to"), (["a", "b"], "not 2 of them")):
         with pytest.raises(InvalidRequestError, match=words):
             llm.chat("hello", greedy, prediction=wrong, use_tqdm=False)
 

@@ -396,9 +396,9 @@ def test_priorities_are_integers_and_finite_floats_and_the_lower_goes_first(tiny
     while engine.has_unfinished_requests():
         ended += [o.request_id for o in engine.step() if o.finished]
     assert ended == ["a", "b", "c", "d"]
-    for wrong in (True, False, "1", None, float("nan"), float("inf"), [1]):
+    for wrong in (True, False, "1", float("nan"), float("inf"), [1]):
         with pytest.raises(InvalidRequestError, match="priority must be a finite number, not"):
-            engine.add_request("x", "x", GREEDY, priority=wrong)  # type: ignore[arg-type]
+            engine.add_request("x", "x", GREEDY, priority=wrong)
 
 
 class ByLength(Policy):
@@ -427,7 +427,10 @@ def test_targets_and_users_reach_the_scheduler_and_targets_without_effect_are_re
     monkeypatch.setattr(policy, "on_arrival", watched)
     outputs = llm.generate(["a", "b"], GREEDY, user=["me", "you"], ttft_target=[1.0, None], tpot_target=0.1)
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "length"]
-    assert [(r.user, r.ttft_target, r.tpot_target) for r in seen] == [("me", 1.0, 0.1), ("you", None, 0.1)]
+    assert [(r.options.user, r.options.ttft_target, r.options.tpot_target) for r in seen] == [
+        ("me", 1.0, 0.1),
+        ("you", None, 0.1),
+    ]
     for keywords, words in [
         ({"ttft_target": -1.0}, "ttft_target"),
         ({"tpot_target": 0.0}, "above 0"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
-from octavo.loader.resolve import resolve_model
+from tests.hub_folders import hub_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -30,7 +30,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logpr
 @pytest.fixture(scope="module")
 def folder() -> Path:
     """The model as a folder in float32."""
-    return resolve_model("gemma3-270m", dtype="float32")
+    return hub_folder("gemma3-270m", "float32")
 
 
 @pytest.fixture(scope="module")

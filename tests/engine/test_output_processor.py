@@ -23,7 +23,7 @@ PROMPT = [1, 2, 3]
 def opened(params: SamplingParams, *, streaming: bool = True) -> tuple[OutputProcessor, RequestState]:
     processor = OutputProcessor(load_tokenizer(resolve_model("smollm2-135m")))
     group = EngineCoreRequest(group_id=0, prompt_token_ids=PROMPT, task=Generate(params, 0))
-    source = ProcessedRequest("a", None, PROMPT, params, group, 0.0)
+    source = ProcessedRequest("a", None, PROMPT, params, group)
     return processor, processor.open(source, streaming=streaming)
 
 

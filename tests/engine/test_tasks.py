@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo import LLM, InvalidRequestError, SamplingParams
-from octavo.core.request import EngineCoreRequest, Feature, Generate, Pool
+from octavo.core.request import EngineCoreRequest, Generate, Pool
 from octavo.engine.core import EngineCore
 from octavo.engine.llm_engine import LLMEngine
 
@@ -134,9 +134,3 @@ def test_salts_separate_what_is_found(make: MakeEngine) -> None:
         return found
 
     assert [cached(salt) for salt in ("", "x", "", "x", "y")] == [0, 0, len(prompt) - 1, len(prompt) - 1, 0]
-
-
-def test_features_are_refused_by_name(make: MakeEngine) -> None:
-    inputs = make().inputs
-    with pytest.raises(InvalidRequestError, match=r"features \(images or audio\): 1 of them"):
-        inputs.process("a", "x", GREEDY, features=[Feature(0, 1, b"cat")])

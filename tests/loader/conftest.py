@@ -9,7 +9,18 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Q
+from torch import Tensor
+
+from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.quantized_rows import QuantizedRows
+from octavo.loader.gguf_config import write_gguf_folder
+from octavo.loader.gguf_weights import GGUFCheckpoint
+from octavo.loader.weights import read_safetensors
+from octavo.models.checkpoint import Pairs
+from octavo.models.config import read_model_config
+from octavo.models.sizes import outline
 
 #: A byte-level vocabulary: the 256 byte characters, a few merges, two special tokens.
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld", "Ġ Ġ", "1 2"]
@@ -124,6 +135,36 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_folder(path: Path) -> Path:
+    """The folder with configuration and tokenizer of a GGUF file, beside it."""
+    folder = path.with_suffix("")
+    folder.mkdir()
+    write_gguf_folder(path, folder)
+    return folder
+
+
+def tensors_of(
+    folder: Path, gguf: Path | None = None, dtype: torch.dtype | None = torch.float32
+) -> dict[str, Tensor | QuantizedRows]:
+    """What a network is given of a folder's safetensors, or of a GGUF file, under its own names."""
+    config = read_model_config(folder)
+    network = outline(config, "float32")
+    shapes = network.tensor_shapes()
+    pairs: Pairs = read_safetensors(folder)
+    if gguf is not None:
+        pairs = GGUFCheckpoint(gguf, config, shapes).read(shapes, network.checkpoint_map, dtype)
+    for entry in network.checkpoint_map:
+        pairs = entry.apply(pairs, shapes)
+    tensors = {name: tensor.clone() if isinstance(tensor, Tensor) else tensor for name, tensor in pairs}
+    assert tensors.keys() == shapes.keys()
+    return tensors
+
+
+def values_of(tensor: Tensor | QuantizedRows) -> Tensor:
+    """The values of a matrix in either form."""
+    return tensor.dequantize() if isinstance(tensor, GGUFRows) else tensor  # type: ignore[return-value]
 
 
 @pytest.fixture

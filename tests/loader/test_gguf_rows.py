@@ -5,20 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
-from safetensors.torch import load_file
 
 from octavo.core.errors import ConfigError
-from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels import gguf_rows
+from octavo.kernels.gguf_rows import GGUFRows, dequantize
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
-from octavo.loader.gguf_convert import convert_gguf, read_gguf
+from octavo.loader.gguf_file import SUPPORTED_TYPES
 from octavo.loader.model import load_model
 from octavo.loader.resolve import gguf_source
 from octavo.models.config import read_model_config
+from tests.loader.conftest import random_blocks, tensors_of, values_of, write_folder
 
 
 @pytest.fixture(params=[Q.Q4_0, Q.Q4_1, Q.Q8_0, Q.Q4_K, Q.Q6_K, Q.BF16], ids=lambda kind: kind.name)
@@ -29,23 +31,30 @@ def file(request: pytest.FixtureRequest, tmp_path: Path, tiny_llama: Any) -> Pat
 
 @pytest.fixture
 def folder(file: Path, tmp_path: Path) -> Path:
-    folder = tmp_path / "converted"
-    folder.mkdir()
-    convert_gguf(file, folder, "float32")
-    return folder
+    return write_folder(file)
 
 
-def test_blocks_are_the_converted_weights(file: Path, folder: Path) -> None:
+def test_blocks_have_the_values_that_are_read_without_them(file: Path, folder: Path) -> None:
     """Rows of query and key are put back in order in either way."""
-    converted = load_file(folder / "model.safetensors")
-    read = dict(read_gguf(file))
-    assert read.keys() == converted.keys()
+    values, read = tensors_of(folder, file), tensors_of(folder, file, None)
+    assert read.keys() == values.keys()
     for name, tensor in read.items():
-        values = tensor.dequantize() if isinstance(tensor, GGUFRows) else tensor
-        assert tensor.shape == converted[name].shape
-        assert torch.equal(values, converted[name]), name
+        assert torch.equal(values_of(tensor), values_of(values[name])), name
     matrix = read["model.layers.0.self_attn.q_proj.weight"]
     assert isinstance(matrix, GGUFRows) == (not _is_float(file))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_values_have_the_bits_of_the_gguf_package(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(gguf_rows, "_compiled", lambda: None)
+    rng = np.random.default_rng(0)
+    for kind in SUPPORTED_TYPES:
+        rows = random_blocks(rng, kind, 77, 2048)
+        wanted = torch.from_numpy(np.array(gguf.quants.dequantize(rows, kind)))
+        assert torch.equal(dequantize(kind.name, rows).view(torch.int32), wanted.view(torch.int32)), kind.name
+        rounded = dequantize(kind.name, rows, torch.bfloat16)
+        assert torch.equal(rounded.view(torch.int16), wanted.bfloat16().view(torch.int16)), kind.name
 
 
 def _is_float(file: Path) -> bool:
@@ -55,7 +64,7 @@ def _is_float(file: Path) -> bool:
     return Q.BF16 in kinds
 
 
-def test_a_network_of_blocks_computes_what_the_converted_one_does(file: Path, folder: Path) -> None:
+def test_a_network_of_blocks_computes_what_one_of_values_does(file: Path, folder: Path) -> None:
     cpu = pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
     from octavo.kernels.cpu.backend import CpuKernels
 
@@ -63,7 +72,7 @@ def test_a_network_of_blocks_computes_what_the_converted_one_does(file: Path, fo
     kernels = CpuKernels()
     config = read_model_config(folder)
     x = torch.randn(5, config.hidden_size)
-    plain: Any = load_model(folder, config, LayerContext(kernels, torch.float32))
+    plain: Any = load_model(folder, config, LayerContext(kernels, torch.float32), file)
     blocks: Any = load_model(folder, config, LayerContext(kernels, torch.float32, quantization="gguf"), file)
     for ours, theirs in (
         (blocks.layers[0].attention.qkv(x), plain.layers[0].attention.qkv(x)),
@@ -79,23 +88,21 @@ def test_a_layer_whose_parts_are_not_all_quantised_is_not_quantised(tmp_path: Pa
 
     value = np.random.default_rng(5).standard_normal((128, 256), dtype=np.float32)
     path = tiny_llama(tmp_path / "m.gguf", Q.Q4_0, tensors={"blk.0.attn_v.weight": (value, Q.F32)})
-    folder = tmp_path / "converted"
-    folder.mkdir()
-    convert_gguf(path, folder, "float32")
+    folder = write_folder(path)
     config = read_model_config(folder)
     x = torch.randn(5, config.hidden_size)
     kernels = CpuKernels()
-    plain: Any = load_model(folder, config, LayerContext(kernels, torch.float32))
+    plain: Any = load_model(folder, config, LayerContext(kernels, torch.float32), path)
     mixed: Any = load_model(folder, config, LayerContext(kernels, torch.float32, quantization="gguf"), path)
     assert torch.equal(mixed.layers[0].attention.qkv(x), plain.layers[0].attention.qkv(x))
 
 
-def test_what_cannot_be_served_is_refused(folder: Path) -> None:
+def test_what_cannot_be_served_is_refused(folder: Path, file: Path) -> None:
     config = read_model_config(folder)
     for quantization in ("int8", "int4"):
         context = LayerContext(ReferenceKernels(), torch.float32, quantization=quantization)
         with pytest.raises(ConfigError, match="reference backend has no quantised products"):
-            load_model(folder, config, context)
+            load_model(folder, config, context, file)
     with pytest.raises(ConfigError, match="needs a model in a GGUF file"):
         load_model(folder, config, LayerContext(ReferenceKernels(), torch.float32, quantization="gguf"))
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from octavo.core.adapters import AdapterRef
 from octavo.core.errors import InsufficientMemoryError
 from octavo.core.plan import NewSequence, StepResult, TableChange
+from octavo.core.preparations import adapter_preparation
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.loader.adapters.check import check_adapter
@@ -62,12 +63,12 @@ def worker(network: Path) -> Worker:
 def load(worker: Worker, *refs: AdapterRef) -> StepResult:
     """Waits for the adapters as an idle engine does; the result that says that the last of them has ended."""
     known: set[str] = set()
-    result = worker.step(adapters_to_load=list(refs), awaits_adapter=True)
+    result = worker.step(prepare=list(map(adapter_preparation, refs)), awaits_prepared=True)
     while True:
-        known |= {*result.loaded_adapters, *result.adapter_errors}
+        known |= {*result.prepared, *result.prepare_errors}
         if known >= {ref.key for ref in refs}:
             return result
-        result = worker.step(awaits_adapter=True)
+        result = worker.step(awaits_prepared=True)
 
 
 def run(worker: Worker, *keys: str | None, count: int = 3) -> list[Samples]:
@@ -82,9 +83,9 @@ def run(worker: Worker, *keys: str | None, count: int = 3) -> list[Samples]:
 
 
 def test_a_batch_mixes_adapters_and_none(worker: Worker, refs: list[AdapterRef]) -> None:
-    assert load(worker, *refs[:2]).adapter_errors == {}
-    placed = worker.step(adapters_to_place=[(0, refs[0].key), (1, refs[1].key)])
-    assert placed.adapter_seconds > 0
+    assert load(worker, *refs[:2]).prepare_errors == {}
+    placed = worker.step(place=[(0, refs[0].key), (1, refs[1].key)])
+    assert placed.prepare_seconds > 0
     mixed = run(worker, refs[0].key, None, refs[1].key, refs[0].key)
     alone = [run(worker, key)[0] for key in (refs[0].key, None, refs[1].key)]
     for ours, expected in zip(mixed, [*alone, alone[0]], strict=True):
@@ -94,28 +95,26 @@ def test_a_batch_mixes_adapters_and_none(worker: Worker, refs: list[AdapterRef])
 
 def test_after_eviction_and_reload_an_adapter_is_the_same(worker: Worker, refs: list[AdapterRef]) -> None:
     load(worker, *refs)
-    worker.step(adapters_to_place=[(0, refs[0].key)])
+    worker.step(place=[(0, refs[0].key)])
     before = run(worker, refs[0].key)
-    worker.step(adapters_to_place=[(0, refs[1].key), (1, refs[2].key)])
+    worker.step(place=[(0, refs[1].key), (1, refs[2].key)])
     other = run(worker, refs[1].key)
-    worker.step(adapters_to_place=[(1, refs[0].key)])
+    worker.step(place=[(1, refs[0].key)])
     assert run(worker, refs[0].key) == before != other
-    worker.step(adapters_to_drop=[refs[0].key])
+    worker.step(drop=[refs[0].key])
     with pytest.raises(RuntimeError, match="has no slot"):
         run(worker, refs[0].key)
     load(worker, refs[0])
-    worker.step(adapters_to_place=[(0, refs[0].key)])
+    worker.step(place=[(0, refs[0].key)])
     assert run(worker, refs[0].key) == before
 
 
 def test_a_plan_that_comes_again_does_no_harm(worker: Worker, refs: list[AdapterRef]) -> None:
-    assert load(worker, refs[0]).loaded_adapters == [refs[0].key]
-    worker.step(adapters_to_place=[(0, refs[0].key)])
+    assert load(worker, refs[0]).prepared == [refs[0].key]
+    worker.step(place=[(0, refs[0].key)])
     before = run(worker, refs[0].key)
-    again = worker.step(
-        adapters_to_drop=[refs[1].key], adapters_to_load=[refs[0]], adapters_to_place=[(0, refs[0].key)]
-    )
-    assert again.loaded_adapters == [refs[0].key]
+    again = worker.step(drop=[refs[1].key], prepare=[adapter_preparation(refs[0])], place=[(0, refs[0].key)])
+    assert again.prepared == [refs[0].key]
     assert run(worker, refs[0].key) == before
 
 
@@ -124,13 +123,13 @@ def test_an_adapter_that_cannot_be_loaded_is_an_error_of_its_own(worker: Worker,
     file = Path(bad.path) / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
     result = load(worker, bad, refs[0])
-    seen = {**result.adapter_errors}
+    seen = {**result.prepare_errors}
     assert set(seen) <= {bad.key}
-    worker.step(adapters_to_place=[(0, refs[0].key)])
+    worker.step(place=[(0, refs[0].key)])
     run(worker, refs[0].key, None)
-    assert "changed on disk after it was loaded" in load(worker, bad).adapter_errors[bad.key]
-    with pytest.raises(RuntimeError, match="is not in host memory"):
-        worker.step(adapters_to_place=[(1, bad.key)])
+    assert "changed on disk after it was loaded" in load(worker, bad).prepare_errors[bad.key]
+    with pytest.raises(RuntimeError, match="is not prepared"):
+        worker.step(place=[(1, bad.key)])
 
 
 class SlowReads:
@@ -154,47 +153,47 @@ def test_steps_go_on_while_an_adapter_is_read(
 ) -> None:
     expected = run(worker, None)
     reads = SlowReads(monkeypatch)
-    result = worker.step(adapters_to_load=[refs[0]])
-    assert result.loaded_adapters == []
+    result = worker.step(prepare=[adapter_preparation(refs[0])])
+    assert result.prepared == []
     assert run(worker, None) == expected
-    assert worker.step(awaits_adapter=True).loaded_adapters == [], "a step waits for a while, not for ever"
+    assert worker.step(awaits_prepared=True).prepared == [], "a step waits for a while, not for ever"
     reads.let_go()
-    assert load(worker, refs[0]).loaded_adapters == [refs[0].key]
+    assert load(worker, refs[0]).prepared == [refs[0].key]
 
 
 def test_what_is_dropped_while_it_is_read_is_not_kept(
     worker: Worker, refs: list[AdapterRef], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = SlowReads(monkeypatch)
-    worker.step(adapters_to_load=[refs[0], refs[1]])
-    worker.step(adapters_to_drop=[refs[0].key])
-    worker.step(adapters_to_load=[refs[0]])  # the same adapter again
+    worker.step(prepare=[adapter_preparation(refs[0]), adapter_preparation(refs[1])])
+    worker.step(drop=[refs[0].key])
+    worker.step(prepare=[adapter_preparation(refs[0])])  # the same adapter again
     reads.let_go(3)
     seen: list[str] = []
     while len(seen) < 2:
-        result = worker.step(awaits_adapter=True)
-        assert not result.adapter_errors
-        seen += result.loaded_adapters
+        result = worker.step(awaits_prepared=True)
+        assert not result.prepare_errors
+        seen += result.prepared
     assert sorted(seen) == sorted([refs[0].key, refs[1].key])
-    worker.step(adapters_to_place=[(0, refs[0].key)])
+    worker.step(place=[(0, refs[0].key)])
     run(worker, refs[0].key)
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_adapters_keep_their_slots_through_a_sleep(worker: Worker, refs: list[AdapterRef], level: int) -> None:
     load(worker, refs[0], refs[1])
-    worker.step(adapters_to_place=[(1, refs[0].key)])
+    worker.step(place=[(1, refs[0].key)])
     before = run(worker, refs[0].key, None)
     worker.runner.sleep(level)
     worker.runner.wake_up()
     assert run(worker, refs[0].key, None) == before
-    worker.step(adapters_to_place=[(0, refs[1].key)])
+    worker.step(place=[(0, refs[1].key)])
     assert run(worker, refs[0].key, None) == before
 
 
 def test_prompts_are_scored_with_their_adapter(worker: Worker, refs: list[AdapterRef]) -> None:
     load(worker, refs[0])
-    worker.step(adapters_to_place=[(0, refs[0].key)])
+    worker.step(place=[(0, refs[0].key)])
 
     def scores(key: str | None) -> list[float]:
         task = Generate(SamplingParams(temperature=0.0, prompt_logprobs=0), 0)
@@ -230,9 +229,9 @@ def test_memory_of_adapters_is_reserved(network: Path) -> None:
 def test_the_thread_that_reads_ends_with_the_worker(network: Path, refs: list[AdapterRef]) -> None:
     worker: Worker | None = Worker(network, kernels="reference", enable_lora=True)
     assert worker is not None
-    before = {thread for thread in threading.enumerate() if thread.name.startswith("adapters")}
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("lora")}
     load(worker, refs[0])
-    (thread,) = {thread for thread in threading.enumerate() if thread.name.startswith("adapters")} - before
+    (thread,) = {thread for thread in threading.enumerate() if thread.name.startswith("lora")} - before
     del worker
     gc.collect()
     thread.join(timeout=60)

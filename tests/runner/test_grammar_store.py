@@ -11,38 +11,49 @@ from llguidance import LLMatcher
 
 from octavo.core.config import EngineConfig
 from octavo.core.plan import StepPlan, StepResult
+from octavo.core.preparations import grammar_preparation
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.structured_outputs import Grammar
 from octavo.models.config import read_model_config
 from octavo.runner import grammars
-from octavo.runner.grammars import GrammarStore
+from octavo.runner.grammars import GrammarPreparer
+from octavo.runner.preparations import PreparerContext, WorkerPreparations
 from tests.busy_machine import eventually
 
 A, B = (Grammar(key, LLMatcher.grammar_from_regex(f"{key}+")) for key in "ab")
 BAD = Grammar("bad", LLMatcher.grammar_from_regex("(b"))
 
 
-def make(folder: Path, **options: Any) -> GrammarStore:
-    samples = options.pop("samples", True)
-    return GrammarStore(EngineConfig(model=str(folder), **options), read_model_config(folder), folder, samples=samples)
+class Store:
+    """The grammars of a worker without a network."""
+
+    def __init__(self, folder: Path, samples: bool = True, **options: Any) -> None:
+        config: Any = EngineConfig(model=str(folder), **options)
+        none: Any = None
+        self.preparer = GrammarPreparer(PreparerContext(config, read_model_config(folder), folder, none, none, samples))
+        self.preparations = WorkerPreparations({"grammar": self.preparer})
+        self.find = self.preparer.find
 
 
-def step(store: GrammarStore, **plan: Any) -> StepResult:
+make = Store
+
+
+def step(store: Store, **plan: Any) -> StepResult:
     result = StepResult(1)
-    store.apply(StepPlan(1, **plan), result)
+    store.preparations.apply(StepPlan(1, **plan), result)
     return result
 
 
-def compile_all(store: GrammarStore, *wanted: Grammar) -> dict[str, str]:
+def compile_all(store: Store, *wanted: Grammar) -> dict[str, str]:
     """Steps until all are known: by key the error, empty for none."""
     known: dict[str, str] = {}
-    result = step(store, grammars_to_compile=list(wanted))
+    result = step(store, prepare=list(map(grammar_preparation, wanted)))
     while True:
-        known |= {**result.grammar_errors, **dict.fromkeys(result.compiled_grammars, "")}
+        known |= {**result.prepare_errors, **dict.fromkeys(result.prepared, "")}
         if len(known) >= len(wanted):
             return known
-        result = step(store, awaits_grammar=True)
+        result = step(store, awaits_prepared=True)
 
 
 def task(grammar: Grammar | None) -> Generate:
@@ -55,9 +66,9 @@ def test_compiled_found_and_dropped(tiny_model: Path) -> None:
     assert compile_all(store, A, B) == {"a": "", "b": ""}
     found = store.find(task(A))
     assert found is not None and store.find(task(A)) is found
-    again = step(store, grammars_to_compile=[A])
-    assert again.compiled_grammars == ["a"], "after a step that failed the plan repeats it"
-    step(store, grammars_to_drop=["a"])
+    again = step(store, prepare=[grammar_preparation(A)])
+    assert again.prepared == ["a"], "after a step that failed the plan repeats it"
+    step(store, drop=["a"])
     with pytest.raises(RuntimeError, match="not compiled"):
         store.find(task(A))
     assert store.find(task(B)) is not None
@@ -78,15 +89,15 @@ def test_a_step_waits_for_a_while_and_others_do_not(tiny_model: Path, monkeypatc
 
     monkeypatch.setattr(grammars, "compile_grammar", slow)
     store = make(tiny_model)
-    assert step(store, grammars_to_compile=[A]).compiled_grammars == []
-    assert step(store).compiled_grammars == []
-    assert step(store, awaits_grammar=True).compiled_grammars == [], "not for ever"
-    step(store, grammars_to_drop=["a"])
+    assert step(store, prepare=[grammar_preparation(A)]).prepared == []
+    assert step(store).prepared == []
+    assert step(store, awaits_prepared=True).prepared == [], "not for ever"
+    step(store, drop=["a"])
     go.set()
     assert compile_all(store, B) == {"b": ""}, "what was dropped meanwhile is not reported"
 
 
-def test_what_has_not_begun_can_be_cancelled(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_dropped_before_it_begins_is_not_compiled(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, begun, compile_ = threading.Event(), list[str](), grammars.compile_grammar
 
     def slow(source: str, *args: Any) -> Any:
@@ -97,21 +108,19 @@ def test_what_has_not_begun_can_be_cancelled(tiny_model: Path, monkeypatch: pyte
     monkeypatch.setattr(grammars, "compile_grammar", slow)
     store = make(tiny_model)
     many = [Grammar(key, LLMatcher.grammar_from_regex(f"{key}+")) for key in "abcdef"]
-    step(store, grammars_to_compile=many)
+    step(store, prepare=list(map(grammar_preparation, many)))
     eventually(lambda: len(begun) == 2)
-    cancelled = step(store, grammars_to_cancel=["a", "c", "d"])
-    assert {*cancelled.grammar_errors} == {"c", "d"}, "the first has begun"
-    step(store, grammars_to_drop=["e"])
+    step(store, drop=["c", "d", "e"])
     go.set()
     compiled: list[str] = []
     while len(compiled) < 3:
-        compiled += step(store, awaits_grammar=True).compiled_grammars
-    assert sorted(compiled) == ["a", "b", "f"] and len(begun) == 3
+        compiled += step(store, awaits_prepared=True).prepared
+    assert sorted(compiled) == ["a", "b", "f"] and len(begun) == 3, "what was dropped before it began never begins"
 
 
 def test_a_stage_that_does_not_sample_compiles_nothing(tiny_model: Path) -> None:
     store = make(tiny_model, samples=False)
-    assert step(store, grammars_to_compile=[A, BAD]).compiled_grammars == ["a", "bad"]
+    assert compile_all(store, A, BAD) == {"a": "", "bad": ""}
     assert store.find(task(A)) is None
 
 

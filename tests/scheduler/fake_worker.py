@@ -26,23 +26,21 @@ from octavo.executor.executor import Executor, PendingStep
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.content_index import ContentIndex
-from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.beam_search import BeamSearch, Candidates
-from octavo.scheduler.grammars import Grammars
 from octavo.scheduler.groups import SequenceGroup
+from octavo.scheduler.preparation_pool import PreparationState
+from octavo.scheduler.preparations import Preparations
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step import Step
 from octavo.speculation.drafter import Drafter
 from octavo.speculation.speculator import Speculator
-from tests.scheduler.fake_adapters import FakeAdapters
-from tests.scheduler.fake_grammars import FakeGrammars
+from tests.scheduler.fake_preparations import FakePreparations
 
 EOS = 0
 #: Tokens that the fake model knows: the end, and a few others.
 VOCABULARY = 12
 _START = 17
-WAITING = (SequenceStatus.WAITING, SequenceStatus.WAITING_FOR_GRAMMAR)
 
 
 def extend_print(before: int, token: int) -> int:
@@ -183,11 +181,9 @@ class FakeWorker(Executor):
         blocks: BlockManager,
         options: SchedulerOptions,
         max_model_len: int,
-        adapters: FakeAdapters | None = None,
-        grammars: FakeGrammars | None = None,
+        preparations: FakePreparations,
     ) -> None:
-        self.adapters = adapters or FakeAdapters()
-        self.grammars = grammars or FakeGrammars()
+        self.preparations = preparations
         self.max_model_len = max_model_len
         self.options = options
         self.max_in_flight = 2
@@ -243,7 +239,7 @@ class FakeWorker(Executor):
             self._forget(plan)
             if fail == "before moving":
                 self.has_failed = True
-                self._lose_reports()
+                self.preparations.lose_report()
                 raise InjectedFailure(fail)
             if any(s.failure for s in self.in_flight):
                 step.failure = "after one that failed"
@@ -260,8 +256,7 @@ class FakeWorker(Executor):
     def _execute(self, step: FakeStep, fail: str) -> None:
         plan = step.plan
         self._move(plan)
-        self.adapters.apply(plan)
-        self.grammars.apply(plan)
+        self.preparations.apply(plan)
         for new in plan.new:
             self._add(new)
         for fork in plan.forks:
@@ -285,19 +280,14 @@ class FakeWorker(Executor):
         if fail == "before computing":
             self.has_failed = True
             step.failure = fail
-            self._lose_reports()
+            self.preparations.lose_report()
             return
         if plan.num_drafts:
             plan = step.plan = self._draft(plan, step.result)
         forked_children = self._forked_children(plan)
         self._compute(plan, forked_children)
         self._sample(step, forked_children)
-        self.adapters.report(step.result)
-        self.grammars.report(step.result)
-
-    def _lose_reports(self) -> None:
-        self.adapters.lose_report()
-        self.grammars.lose_report()
+        self.preparations.report(step.result)
 
     def _draft(self, plan: StepPlan, result: StepResult) -> StepPlan:
         """Drafts as many tokens as are asked for, or fewer; none if its drafter fails."""
@@ -351,7 +341,7 @@ class FakeWorker(Executor):
         elif task.max_tokens is not None:
             limit = min(limit, new.num_prompt_tokens + task.max_tokens)
         if isinstance(task, Generate) and task.grammar is not None:
-            assert task.grammar.key in self.grammars.compiled and not task.grammar.source
+            assert task.grammar.key in self.preparations.prepared and not task.grammar.source
         tables: list[list[int]] = [[] for _ in self.windows]
         known = len(new.token_ids)
         seed = task.seed if isinstance(task, Generate) else 0
@@ -386,7 +376,7 @@ class FakeWorker(Executor):
         assert 0 not in plan.num_tokens, "something of each"
         rows = sum(1 + len(plan.drafts.get(seq_id, ())) for seq_id in plan.seq_ids) + len(forked_children)
         assert rows <= self.options.token_budget, "more rows of logits than a worker has room for"
-        self.adapters.check_computes([self.rows[seq_id].adapter for seq_id in plan.seq_ids])
+        self.preparations.check_computes([self.rows[seq_id].adapter for seq_id in plan.seq_ids])
         size = self.block_size
         before = {seq_id: row.num_computed for seq_id, row in self.rows.items()}
         self._check_contents(before)
@@ -540,10 +530,9 @@ class Engine:
         max_in_flight: int = 1,
         drafter: Drafter | None = None,
         adaptive: bool = False,
-        adapters: Adapters | None = None,
-        worker_adapters: FakeAdapters | None = None,
-        grammars: FakeGrammars | None = None,
+        preparations: FakePreparations | None = None,
     ) -> None:
+        preparations = preparations or FakePreparations()
         self.now = 0.0
         self.blocks = blocks
         self.max_model_len = max_model_len
@@ -553,11 +542,10 @@ class Engine:
             max_model_len,
             speculator=Speculator(drafter, 5, adaptive=adaptive) if drafter is not None else None,
             runs_ahead=max_in_flight > 1,
-            adapters=adapters,
-            grammars=Grammars(max_idle=2),
+            preparations=Preparations(preparations.limits),
             clock=lambda: self.now,
         )
-        self.worker = FakeWorker(blocks, options, max_model_len, worker_adapters, grammars)
+        self.worker = FakeWorker(blocks, options, max_model_len, preparations)
         self.worker.max_in_flight = max_in_flight
         self.worker.on_submit = self._record_plan
         self.loop = StepLoop(self.scheduler, self.worker, max_in_flight=max_in_flight)
@@ -573,7 +561,7 @@ class Engine:
         """Group ids that wait, run (in order) and are swapped out."""
         groups = self.scheduler.queues.groups.values()
         return (
-            sorted(g.group_id for g in groups if g.status in WAITING),
+            sorted(g.group_id for g in groups if g.status is SequenceStatus.WAITING),
             [g.group_id for g in self.scheduler.queues.running],
             sorted(g.group_id for g in groups if g.status is SequenceStatus.SWAPPED),
         )
@@ -711,17 +699,15 @@ def check_accounting(engine: Engine) -> None:
     unfinished = {gid for gid, answer in engine.answers.items() if not answer.finished}
     refused = {u.group_id for u in engine.scheduler._pending_outputs}
     assert unfinished - refused == set(queues.groups), "a group was lost"
-    waiting_for_grammars = check_grammars(queues)
+    check_preparations(queues)
     running = {g.group_id for g in queues.running}
     assert len(running) == len(queues.running)
     tables = 0
     for gid, group in queues.groups.items():
         places = [gid in running, group in queues.waiting, group in queues.waiting_long, group in queues.swapped]
-        places.append(gid in waiting_for_grammars)
         assert sum(places) == 1, "a group is in exactly one queue"
-        wanted = [SequenceStatus.RUNNING, SequenceStatus.WAITING, *WAITING[:1], SequenceStatus.SWAPPED, WAITING[1]][
-            places.index(True)
-        ]
+        waiting, swapped = SequenceStatus.WAITING, SequenceStatus.SWAPPED
+        wanted = [SequenceStatus.RUNNING, waiting, waiting, swapped][places.index(True)]
         assert group.status is wanted
         assert (group in queues.prefilling) == (group.prefilling and wanted is SequenceStatus.RUNNING)
         assert group.seqs, "a group without sequences"
@@ -748,21 +734,24 @@ def check_accounting(engine: Engine) -> None:
         check_cache(engine)  # a step that failed to be submitted has moved nothing, which the cache is told later
 
 
-def check_grammars(queues: Queues) -> set[int]:
-    """Grammars are kept for unfinished groups, and for a few others; the ids of groups that wait for theirs."""
-    grammars = queues.grammars
-    users: dict[str, int] = {}
-    for group in queues.groups.values():
-        if group.grammar is not None:
-            users[group.grammar.key] = users.get(group.grammar.key, 0) + 1
-    entries = grammars._entries
-    assert {key: entry.num_groups for key, entry in entries.items() if entry.num_groups} == users
-    assert {*grammars._idle} == {key for key, entry in entries.items() if entry.ready and not entry.num_groups}
-    assert len(grammars._idle) <= 2 and grammars.num_compiling == sum(not entry.ready for entry in entries.values())
-    waiting = {group_id for entry in entries.values() for group_id in entry.waiting}
-    assert not any(entry.ready and entry.waiting for entry in entries.values())
-    assert grammars.num_waiting == len(waiting)
-    return waiting
+def check_preparations(queues: Queues) -> None:
+    """Every unfinished group is counted at what it needs, a running one has it, and of the rest little is kept."""
+    for pool in queues.preparations.pools.values():
+        groups = {gid: {p.key for p in g.preparations if p.kind == pool.kind} for gid, g in queues.groups.items()}
+        running = {g.group_id for g in queues.running}
+        for key, thing in pool.things.items():
+            users = {gid for gid, keys in groups.items() if key in keys}
+            assert set(thing.waiting) == users - running and thing.num_running == len(users & running)
+            assert not thing.num_running or thing.state is PreparationState.READY
+            assert users or thing.pinned or thing.state is not PreparationState.WANTED
+            assert (key in pool.wanted) == (thing.state is PreparationState.WANTED and bool(thing.waiting))
+        assert all(keys <= set(pool.things) for keys in groups.values())
+        in_memory = [t for t in pool.things.values() if t.state is not PreparationState.WANTED]
+        assert pool.num_in_memory == len(in_memory)
+        assert pool.num_preparing == sum(t.state is PreparationState.PREPARING for t in in_memory)
+        assert pool.limits.host is None or pool.num_in_memory <= pool.limits.host
+        assert pool.limits.idle is None or len(pool._idle) <= pool.limits.idle
+        assert [t for t in pool.slots if t] == [t for t in pool.slots if t and t.state is PreparationState.READY]
 
 
 def check_cache(engine: Engine) -> None:

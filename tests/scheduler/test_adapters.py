@@ -13,8 +13,8 @@ from octavo.core.errors import AdapterError
 from octavo.core.plan import StepResult
 from octavo.core.stats import AdapterStats, SchedulerStats, sum_stats
 from octavo.executor.worker_reports import WorkerReports
-from octavo.scheduler.adapters import AdapterState
-from tests.scheduler.fake_adapters import adapter_options, lora, prompt_adapter
+from octavo.scheduler.preparation_pool import PreparationState
+from tests.scheduler.fake_preparations import adapter_options, load, lora, prompt_adapter
 from tests.scheduler.fake_worker import Engine, check_accounting, check_nothing_held, tokens_alone
 from tests.scheduler.test_scenarios import make, request
 
@@ -42,7 +42,7 @@ def stats(engine: Engine) -> AdapterStats:
 
 
 def loaded_keys(engine: Engine) -> set[str]:
-    return set(engine.worker.adapters.host)
+    return engine.worker.preparations.keys("lora") | engine.worker.preparations.keys("prompt_adapter")
 
 
 @BATCHINGS
@@ -59,28 +59,28 @@ def test_requests_of_different_adapters_and_none_share_steps(batching: str) -> N
 
 @BATCHINGS
 def test_the_first_step_waits_for_its_adapter(batching: str) -> None:
-    engine = engine_with(1, batching=batching, steps_per_load=100)
+    engine = engine_with(1, batching=batching, steps_per_preparation=100)
     engine.add(request(1, 5, 4, adapter=A))
     first = engine.step()
-    assert first.awaits_adapter and first.adapters_to_load == [A] and not first.seq_ids
+    assert first.awaits_prepared and first.prepare == [load(A)] and not first.seq_ids
     second = engine.step()
-    assert second.adapters_to_place == [(0, "A")] and second.new[0].adapter == "A" and not second.awaits_adapter
+    assert second.place == [(0, "A")] and second.new[0].adapter == "A" and not second.awaits_prepared
     finish(engine)
-    assert engine.worker.adapters.num_waits == 1
+    assert engine.worker.preparations.num_waits == 1
 
 
 def test_others_go_on_while_an_adapter_is_loaded() -> None:
-    engine = engine_with(2, steps_per_load=5)
+    engine = engine_with(2, steps_per_preparation=5)
     engine.add(request(1, 5, 40))
     engine.step()
     engine.add(request(2, 5, 4, adapter=A))
     engine.add(request(3, 5, 4))
     for _ in range(5):
         plan = engine.step()
-        assert not plan.awaits_adapter and set(engine.computed(plan)) <= {1, 3} and 1 in engine.computed(plan)
+        assert not plan.awaits_prepared and set(engine.computed(plan)) <= {1, 3} and 1 in engine.computed(plan)
     assert engine.answers[3].finished
     finish(engine)
-    assert engine.worker.adapters.num_waits == 0
+    assert engine.worker.preparations.num_waits == 0
 
 
 @BATCHINGS
@@ -114,9 +114,9 @@ def test_slots_and_host_memory_go_to_those_used_last() -> None:
     serve(2, B)
     serve(3, A)
     serve(4, C)  # takes the slot of B
-    assert set(engine.worker.adapters.slots.values()) == {"A", "C"} and loaded_keys(engine) == {"A", "B", "C"}
+    assert set(engine.worker.preparations.slots.values()) == {"A", "C"} and loaded_keys(engine) == {"A", "B", "C"}
     serve(5, B)  # takes the slot of A, from host memory
-    assert set(engine.worker.adapters.slots.values()) == {"B", "C"} and stats(engine).loads == 3
+    assert set(engine.worker.preparations.slots.values()) == {"B", "C"} and stats(engine).loads == 3
     serve(6, D)  # A goes from host memory
     assert loaded_keys(engine) == {"B", "C", "D"}
     assert (stats(engine).host_evictions, stats(engine).slot_evictions, stats(engine).slot_hits) == (1, 3, 1)
@@ -169,7 +169,7 @@ def test_every_request_ends_under_every_policy(policy: str, batching: str, limit
         scheduling_policy=policy,
         aging_limit=limit,
         preemption_mode="by_sequences",
-        steps_per_load=1,
+        steps_per_preparation=1,
         max_num_seqs=4,
     )
     for number in range(30):
@@ -192,8 +192,8 @@ def test_a_preempted_group_gives_its_slot_up_and_gets_one_again(batching: str, d
     second = engine.add(request(2, 8, 20, adapter=B))
     while not second.num_preemptions:
         engine.step()
-    pool = engine.scheduler.adapters.loras  # type: ignore[union-attr]
-    assert pool is not None and pool.adapters["B"].num_running == 0 and pool.adapters["B"].num_waiting == 1
+    pool = engine.scheduler.preparations.pools["lora"]
+    assert pool.things["B"].num_running == 0 and [*pool.things["B"].waiting] == [2]
     third = engine.add(request(3, 2, 2, adapter=C))
     finish(engine)
     assert first.finished and second.finished and third.finished
@@ -208,15 +208,14 @@ def test_a_preempted_group_whose_slot_is_lost_is_passed_over(batching: str, mode
     b = engine.add(request(2, 8, 20, adapter=B))
     while not b.num_preemptions:
         engine.step()
-    pool = engine.scheduler.adapters.loras  # type: ignore[union-attr]
-    assert pool is not None and pool.can_place
+    assert engine.scheduler.preparations.pools["lora"].can_place
     finish(engine)
     assert a.finished and b.finished
 
 
 def test_a_load_that_fails_ends_its_own_requests_alone() -> None:
     engine = engine_with(2, 2, depth=2)
-    engine.worker.adapters.failing = {"B": "adapter 'name of B' has no config"}
+    engine.worker.preparations.failing = {"B": "adapter 'name of B' has no config"}
     engine.add(request(1, 5, 12, adapter=A))
     engine.add(request(2, 5, 12, adapter=B))
     engine.add(request(3, 5, 12, n=2, adapter=B))
@@ -226,7 +225,7 @@ def test_a_load_that_fails_ends_its_own_requests_alone() -> None:
         assert engine.answers[number].group_reason == "error"
         assert engine.answers[number].error == "adapter 'name of B' has no config"
     assert len(engine.answers[1].tokens[0]) == len(engine.answers[4].tokens[0]) == 12
-    engine.worker.adapters.failing = {}
+    engine.worker.preparations.failing = {}
     engine.add(request(5, 5, 12, adapter=B))
     finish(engine)
     assert len(engine.answers[5].tokens[0]) == 12, "a later request tries again"
@@ -236,7 +235,7 @@ def test_a_load_that_fails_ends_its_own_requests_alone() -> None:
 @pytest.mark.parametrize("where", ["before moving", "before computing"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_failed_step_loses_no_adapter(where: str, depth: int) -> None:
-    engine = engine_with(2, 2, depth=depth, steps_per_load=1)
+    engine = engine_with(2, 2, depth=depth, steps_per_preparation=1)
     number = 0
     for _ in range(12):
         for adapter in (A, B, C, None):
@@ -251,7 +250,7 @@ def test_a_failed_step_loses_no_adapter(where: str, depth: int) -> None:
 
 
 def test_an_aborted_request_lets_its_load_end() -> None:
-    engine = engine_with(1, 1, steps_per_load=3)
+    engine = engine_with(1, 1, steps_per_preparation=3)
     engine.add(request(1, 5, 9))
     engine.add(request(2, 5, 4, adapter=A))
     engine.step()
@@ -265,19 +264,18 @@ def test_an_aborted_request_lets_its_load_end() -> None:
 
 def test_pinned_adapters_stay() -> None:
     engine = engine_with(2, 2)
-    adapters = engine.scheduler.adapters
-    assert adapters is not None
-    adapters.pin(A)
-    adapters.pin(A)
+    adapters = engine.scheduler.preparations
+    adapters.pin(load(A), A.name)
+    adapters.pin(load(A), A.name)
     with pytest.raises(AdapterError, match="'name of B' cannot be pinned: 1 adapters are"):
-        adapters.pin(B)
+        adapters.pin(load(B), B.name)
     engine.add(request(1, 5, 3))
     engine.run()
     assert loaded_keys(engine) == {"A"}, "loaded beside other requests"
     for number, adapter in enumerate([B, C, D, B, C], start=2):
         engine.add(request(number, 5, 3, adapter=adapter))
         engine.run()
-    assert "A" in engine.worker.adapters.slots.values() and "A" in loaded_keys(engine)
+    assert "A" in engine.worker.preparations.slots.values() and "A" in loaded_keys(engine)
     adapters.unpin("A")
     for number, adapter in enumerate([B, C], start=10):
         engine.add(request(number, 5, 3, adapter=adapter))
@@ -288,14 +286,13 @@ def test_pinned_adapters_stay() -> None:
 
 def test_a_pin_whose_load_fails_ends() -> None:
     engine = engine_with(2, 2)
-    adapters = engine.scheduler.adapters
-    assert adapters is not None and adapters.loras is not None
-    engine.worker.adapters.failing = {"A": "gone"}
-    adapters.pin(A)
+    adapters = engine.scheduler.preparations
+    engine.worker.preparations.failing = {"A": "gone"}
+    adapters.pin(load(A), A.name)
     engine.add(request(1, 5, 9))
     finish(engine)
-    assert not adapters.loras.adapters
-    adapters.pin(B)
+    assert not adapters.pools["lora"].things
+    adapters.pin(load(B), B.name)
 
 
 def test_prompt_adapters_need_no_slot() -> None:
@@ -331,7 +328,7 @@ def test_a_load_is_done_when_all_workers_have_reported_it() -> None:
         return own
 
     def done(*keys: str, **errors: str) -> StepResult:
-        return StepResult(1, loaded_adapters=list(keys), adapter_errors=errors)
+        return StepResult(1, prepared=list(keys), prepare_errors=errors)
 
     assert combine(done("a", "b"), (0, done("b"))) == done()
     assert combine(done(), (1, done("a", "b"))) == done("b")
@@ -355,5 +352,4 @@ def test_plans_and_results_with_adapters_go_through_messages() -> None:
     plan = engine.step()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=type(plan)) == plan
     finish(engine)
-    assert engine.scheduler.adapters is not None and engine.scheduler.adapters.loras is not None
-    assert engine.scheduler.adapters.loras.adapters["A"].state is AdapterState.READY
+    assert engine.scheduler.preparations.pools["lora"].things["A"].state is PreparationState.READY

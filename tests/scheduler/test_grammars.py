@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from octavo.core.plan import StepPlan, StepResult
+from octavo.core.preparations import Limits
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.executor.worker_reports import WorkerReports, reports_of
-from octavo.scheduler.grammars import Grammars
 from octavo.scheduler.groups import SequenceGroup
-from tests.scheduler.fake_grammars import FakeGrammars, grammar
+from octavo.scheduler.preparations import Preparations
+from tests.scheduler.fake_preparations import compilation, grammar
 from tests.scheduler.fake_worker import Engine, check_accounting, check_nothing_held, tokens_alone
 from tests.scheduler.test_scenarios import make, request
 
@@ -26,8 +27,8 @@ def bound(number: int, prompt: int, max_tokens: int, key: str = "A", **options: 
     return found
 
 
-def engine_with(steps_per_grammar: int = 0, **options: Any) -> Engine:
-    return make(grammars=FakeGrammars(steps_per_grammar), **options)
+def engine_with(steps: int = 0, **options: Any) -> Engine:
+    return make(steps_per_preparation=steps, **options)
 
 
 def finish(engine: Engine) -> None:
@@ -44,16 +45,16 @@ def test_the_first_step_waits_for_a_grammar_and_later_requests_with_it_for_nothi
     engine = engine_with(100, batching=batching)
     engine.add(bound(1, 5, 4))
     first = engine.step()
-    assert first.awaits_grammar and first.grammars_to_compile == [grammar("A")] and not first.seq_ids
+    assert first.awaits_prepared and first.prepare == [compilation("A")] and not first.seq_ids
     second = engine.step()
-    assert not second.awaits_grammar and len(second.new) == 1
+    assert not second.awaits_prepared and len(second.new) == 1
     assert isinstance(second.new[0].task, Generate) and second.new[0].task.grammar is not None
     assert second.new[0].task.grammar.source == "", "it is not sent with every sequence"
     engine.add(bound(2, 5, 4))
     third = engine.step()
-    assert not third.grammars_to_compile and len(third.new) == 1
+    assert not third.prepare and len(third.new) == 1
     finish(engine)
-    assert engine.worker.grammars.num_compilations == engine.worker.grammars.num_waits == 1
+    assert engine.worker.preparations.num_begun == engine.worker.preparations.num_waits == 1
 
 
 @BATCHINGS
@@ -65,7 +66,7 @@ def test_others_go_on_while_a_grammar_is_compiled_and_it_holds_no_block(batching
     engine.add(request(3, 5, 4))
     for _ in range(5):
         plan = engine.step()
-        assert not plan.awaits_grammar and 2 not in engine.computed(plan) and engine.computed(plan)
+        assert not plan.awaits_prepared and 2 not in engine.computed(plan) and engine.computed(plan)
         assert engine.queues[0] == [2] and engine.scheduler.stats().num_waiting == 1
         assert not engine.blocks.table(answer.group.seqs[0].seq_id)
         check_accounting(engine)
@@ -112,17 +113,17 @@ def test_an_abort_while_it_waits(depth: int) -> None:
 
 def test_a_grammar_that_fails_ends_its_requests_alone() -> None:
     engine = engine_with()
-    engine.worker.grammars.failing = {"A": "unusable"}
+    engine.worker.preparations.failing = {"grammar A": "unusable"}
     for number, key in enumerate("ABA"):
         engine.add(bound(number, 5, 4, key))
     engine.add(request(3, 5, 4))
     finish(engine)
     assert [engine.answers[i].error for i in range(4)] == ["unusable", None, "unusable", None]
     assert engine.answers[0].group_reason == "error"
-    engine.worker.grammars.failing = {}
+    engine.worker.preparations.failing = {}
     again = engine.add(bound(4, 5, 4))
     finish(engine)
-    assert again.error is None and not engine.worker.grammars.failed, "it is tried again"
+    assert again.error is None and not engine.worker.preparations.failed, "it is tried again"
 
 
 def test_the_last_grammars_used_are_kept_beside_those_in_use() -> None:
@@ -133,8 +134,8 @@ def test_the_last_grammars_used_are_kept_beside_those_in_use() -> None:
         while not answer.finished:
             engine.step()
     engine.step()
-    assert engine.worker.grammars.compiled == {"U", "A", "D"}
-    assert engine.worker.grammars.num_compilations == 5 + 1, "A was dropped for C, B for A, C for D"
+    assert engine.worker.preparations.keys("grammar") == {"grammar U", "grammar A", "grammar D"}
+    assert engine.worker.preparations.num_begun == 5 + 1, "A was dropped for C, B for A, C for D"
     finish(engine)
 
 
@@ -206,34 +207,34 @@ def test_groups_of_several_sequences_sample_all_their_tokens() -> None:
 
 def test_what_several_workers_report() -> None:
     reports = WorkerReports(2)
-    early = StepResult(1, compiled_grammars=["A"], grammar_errors={"B": "no"}, loaded_adapters=["A"])
+    early = StepResult(1, prepared=["A"], prepare_errors={"B": "no"})
     reports.combine(early, [], 0)
-    assert (early.compiled_grammars, early.grammar_errors, early.loaded_adapters) == ([], {}, [])
+    assert (early.prepared, early.prepare_errors) == ([], {})
     late = StepResult(2)
-    other = reports_of(StepResult(2, compiled_grammars=["A", "B"]))
+    other = reports_of(StepResult(2, prepared=["A", "B"]))
     assert other is not None
     reports.combine(late, [(1, other)], 0)
-    assert (late.compiled_grammars, late.grammar_errors, late.loaded_adapters) == (["A"], {"B": "no"}, [])
+    assert (late.prepared, late.prepare_errors) == (["A"], {"B": "no"})
     assert reports_of(StepResult(3)) is None
 
 
 def test_a_drop_and_a_new_compilation_in_one_plan() -> None:
-    grammars = Grammars(max_idle=0)
-    first = SequenceGroup(bound(0, 3, 3), 0, 0, 99)
-    assert not grammars.acquire(first, grammar("A"))
-    grammars.add_to(StepPlan(1))
-    ready, failed = grammars.update(StepResult(1, compiled_grammars=["A"]))
-    assert ready == [first] and not failed
-    grammars.release(first, grammar("A"))
-    second = SequenceGroup(bound(1, 3, 3), 1, 1, 99)
-    assert not grammars.acquire(second, grammar("A"))
+    preparations = Preparations({"grammar": Limits(idle=0)})
+    first, second = (SequenceGroup(bound(number, 3, 3), number, number, 99) for number in range(2))
+    preparations.add_waiting(first)
+    preparations.begin(0.0)
+    preparations.add_to(StepPlan(1))
+    assert not preparations.update(StepPlan(1), StepResult(1, prepared=["grammar A"]))
+    preparations.remove_waiting(first)
+    preparations.add_waiting(second)
+    preparations.begin(0.0)
     plan = StepPlan(2)
-    grammars.add_to(plan)
-    assert plan.grammars_to_drop == ["A"] and plan.grammars_to_compile == [grammar("A")]
-    grammars.repeat(plan)
+    preparations.add_to(plan)
+    assert plan.drop == ["grammar A"] and plan.prepare == [compilation("A")]
+    preparations.repeat(plan)
     again = StepPlan(3)
-    grammars.add_to(again)
-    assert again.grammars_to_drop == [] and again.grammars_to_compile == [grammar("A")]
+    preparations.add_to(again)
+    assert again.drop == [] and again.prepare == [compilation("A")]
 
 
 def test_a_grammar_that_its_groups_have_left_is_not_compiled() -> None:
@@ -242,19 +243,16 @@ def test_a_grammar_that_its_groups_have_left_is_not_compiled() -> None:
     engine.step()
     engine.add(bound(2, 5, 4, "A"))
     engine.abort(2)
-    assert not engine.step().grammars_to_compile, "it was not sent yet"
-    for number, key in ((3, "B"), (4, "C"), (5, "C")):
-        engine.add(bound(number, 5, 4, key))
+    assert not engine.step().prepare, "it was not sent yet"
+    for number in range(10):
+        engine.add(bound(10 + number, 5, 4, f"B{number}"))
     engine.step()
-    assert [*engine.worker.grammars.compiling] == ["B", "C"]
-    engine.abort(3)
-    engine.abort(4)
-    assert engine.step().grammars_to_cancel == ["B"], "one group waits for C"
-    assert [*engine.worker.grammars.compiling] == ["C"]
+    assert len(engine.worker.preparations.preparing) == 4, "a few at a time: those in front of the rest are soon done"
+    for number in range(10):
+        engine.abort(10 + number)
     engine.step()
-    assert engine.scheduler.queues.grammars.num_compiling == 1
-    engine.abort(5)
-    late = engine.add(bound(6, 5, 4, "C"))
-    engine.worker.grammars.steps_per_grammar = 0
+    assert len(engine.worker.preparations.preparing) == 4
+    late = engine.add(bound(30, 5, 4, "B0"))
+    engine.worker.preparations.steps = 0
     finish(engine)
-    assert late.finished, "a group that comes while it is cancelled has it compiled again"
+    assert late.finished and engine.worker.preparations.num_begun == 4, "what has begun is kept, the rest never begins"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
 from octavo.core.request import EngineCoreRequest, Generate
+from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.lab.bench.policies.kendall import kendall_tau
 from octavo.scheduler import length_predictor
@@ -23,7 +24,7 @@ Traffic = list[tuple[EngineCoreRequest, int]]
 
 def request(prompt: list[int], user: str = "", max_tokens: int | None = 2000) -> EngineCoreRequest:
     task = Generate(SamplingParams(max_tokens=max_tokens), 0, [0])
-    return EngineCoreRequest(group_id=0, prompt_token_ids=prompt, task=task, user=user)
+    return EngineCoreRequest(group_id=0, prompt_token_ids=prompt, task=task, options=RequestOptions(user=user))
 
 
 def traffic(seed: int, count: int, log_length: Callable[[int, int, int], float], noise: float) -> Traffic:

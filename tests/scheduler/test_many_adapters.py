@@ -11,8 +11,7 @@ import pytest
 from octavo.core.config import SchedulerOptions
 from octavo.core.stats import AdapterStats
 from octavo.memory.block_manager import BlockManager
-from octavo.scheduler.adapters import Adapters
-from tests.scheduler.fake_adapters import FakeAdapters, adapter_options, lora
+from tests.scheduler.fake_preparations import FakePreparations, adapter_options, limits_for, lora
 from tests.scheduler.fake_worker import Engine, check_accounting, check_nothing_held, tokens_alone
 from tests.scheduler.test_scenarios import BLOCK, request
 
@@ -73,9 +72,9 @@ def simulate(traffic: Traffic, seed: int = 0) -> Figures:
         max_num_seqs=traffic.max_num_seqs, max_num_batched_tokens=256, aging_limit=traffic.aging_limit
     )
     kept = adapter_options(traffic.max_loras, traffic.max_cpu_loras)
-    worker = FakeAdapters(kept, traffic.steps_per_load)
+    worker = FakePreparations(limits_for(kept), traffic.steps_per_load)
     manager = BlockManager(1000, BLOCK, num_host_blocks=100)
-    engine = Engine(manager, options, 100, adapters=Adapters(kept), worker_adapters=worker)
+    engine = Engine(manager, options, 100, preparations=worker)
     refs = [lora(f"adapter {i}") for i in range(traffic.num_adapters)]
     weights = list(itertools.accumulate(1 / (i + 1) ** traffic.exponent for i in range(traffic.num_adapters)))
     arrived: dict[int, int] = {}
@@ -87,7 +86,7 @@ def simulate(traffic: Traffic, seed: int = 0) -> Figures:
         for _ in range(count):
             number = len(arrived)
             adapter = None if rng.random() < traffic.base else rng.choices(refs, cum_weights=weights)[0]
-            host_hits += adapter is not None and adapter.key in worker.host
+            host_hits += adapter is not None and adapter.key in worker.prepared
             max_tokens = rng.randint(1, 2 * traffic.max_tokens)
             engine.add(request(number, rng.randint(4, 24), max_tokens, arrival=engine.now, adapter=adapter))
             arrived[number] = steps

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import EngineCoreRequest, Generate
+from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.lab.bench.policies.kendall import kendall_tau
 from octavo.scheduler.group_queue import LaneQueue
@@ -54,10 +55,10 @@ class Growing(Policy):
         self.keys = dict.fromkeys("abc", 0)
 
     def key(self, group: SequenceGroup) -> int:
-        return self.keys[group.request.user]
+        return self.keys[group.request.options.user]
 
     def lane(self, group: SequenceGroup) -> str:
-        return group.request.user
+        return group.request.options.user
 
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "remove", "grow", "peek"]), st.integers(0, 9)), max_size=80))
@@ -67,10 +68,11 @@ def test_the_queue_of_lanes_always_has_the_first_group_first(actions: list[tuple
     groups = []
     for i in range(10):
         task = Generate(SamplingParams(), 0)
-        wanted = EngineCoreRequest(
-            group_id=i, prompt_token_ids=[1], task=task, arrival_time=i * 7 % 10, user="abc"[i % 3]
+        options = RequestOptions(user="abc"[i % 3])
+        request = EngineCoreRequest(
+            group_id=i, prompt_token_ids=[1], task=task, arrival_time=i * 7 % 10, options=options
         )
-        groups.append(SequenceGroup(wanted, i, i, 10))
+        groups.append(SequenceGroup(request, i, i, 10))
     for action, number in actions:
         group = groups[number]
         if action == "push" and number not in present:
@@ -80,7 +82,7 @@ def test_the_queue_of_lanes_always_has_the_first_group_first(actions: list[tuple
             queue.remove(group)
             del present[number]
         elif action == "grow":
-            policy.keys[group.request.user] += number
+            policy.keys[group.request.options.user] += number
         else:
             expected = min(present.values(), key=lambda g: (policy.key(g), g.arrival), default=None)
             assert queue.peek(0.0) is expected
@@ -187,7 +189,7 @@ def largest_difference(policy: str, seed: int, weights: dict[str, float], **opti
             engine.add(Job(0.0, tokens(rng.randint(1, 60)), rng.randint(1, 60), user=user))
     differences = []
     while {"a", "b"} <= {
-        g.request.user for g in engine.scheduler.queues.groups.values() if g.status.value != "running"
+        g.request.options.user for g in engine.scheduler.queues.groups.values() if g.status.value != "running"
     }:
         engine.step()
         differences.append(service(engine, "a") / weights.get("a", 1) - service(engine, "b") / weights.get("b", 1))
@@ -243,9 +245,8 @@ def test_fair_counts_what_was_served_once() -> None:
 
 def fair_group(number: int, user: str) -> SequenceGroup:
     prompt = [1] * (1 + number % 7)
-    request = EngineCoreRequest(
-        group_id=number, prompt_token_ids=prompt, task=Generate(SamplingParams(max_tokens=9), 0), user=user
-    )
+    task, options = Generate(SamplingParams(max_tokens=9), 0), RequestOptions(user=user)
+    request = EngineCoreRequest(group_id=number, prompt_token_ids=prompt, task=task, options=options)
     return SequenceGroup(request, number, number, 100)
 
 
@@ -255,7 +256,7 @@ def test_fair_lifts_who_comes_back_to_the_least_of_those_that_wait(seed: int, mo
     rng, policy = random.Random(seed), FairShare({"u3": 5.0})
     groups: list[SequenceGroup] = []
     for number in range(600):
-        user, waiting = f"u{rng.randrange(12)}", {g.request.user for g in groups if g.policy_data.waiting}
+        user, waiting = f"u{rng.randrange(12)}", {g.request.options.user for g in groups if g.policy_data.waiting}
         before = policy.counters()
         group = fair_group(number, user)
         policy.on_arrival(group)

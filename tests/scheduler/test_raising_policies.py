@@ -12,7 +12,7 @@ from octavo.core.errors import ConfigError
 from octavo.scheduler import groups
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import Policy, load_policy
-from tests.scheduler.fake_adapters import adapter_options, lora
+from tests.scheduler.fake_preparations import adapter_options, lora
 from tests.scheduler.fake_worker import Engine, check_accounting, check_nothing_held, tokens_alone
 from tests.scheduler.test_scenarios import make, request
 

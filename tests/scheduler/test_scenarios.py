@@ -16,15 +16,14 @@ from octavo.core.errors import ConfigError
 from octavo.core.option_parts import AdapterOptions
 from octavo.core.plan import StepPlan
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, Pool, SequenceStatus
+from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
-from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.group_queue import GroupQueue
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import POLICIES, Policy, load_policy
 from octavo.scheduler.step import Step
-from tests.scheduler.fake_adapters import FakeAdapters, adapter_options
-from tests.scheduler.fake_grammars import FakeGrammars
+from tests.scheduler.fake_preparations import FakePreparations, adapter_options, limits_for
 from tests.scheduler.fake_worker import (
     Engine,
     check_accounting,
@@ -45,8 +44,7 @@ def make(
     host_cache: bool = False,
     depth: int = 1,
     adapters: AdapterOptions | None = None,
-    steps_per_load: int = 0,
-    grammars: FakeGrammars | None = None,
+    steps_per_preparation: int = 0,
     **options: Any,
 ) -> Engine:
     manager = BlockManager(
@@ -63,9 +61,7 @@ def make(
         SchedulerOptions(**{**defaults, **options}),
         blocks * BLOCK,
         max_in_flight=depth,
-        adapters=Adapters(adapters) if adapters else None,
-        worker_adapters=FakeAdapters(adapters, steps_per_load),
-        grammars=grammars,
+        preparations=FakePreparations(limits_for(adapters), steps_per_preparation),
     )
 
 
@@ -92,8 +88,7 @@ def request(
         prompt_token_ids=tokens,
         task=task,
         arrival_time=arrival,
-        priority=priority,
-        cache_salt=salt,
+        options=RequestOptions(priority=priority, cache_salt=salt),
         adapter=adapter,
     )
 
@@ -870,7 +865,7 @@ def test_equal_placeholders_of_different_features_or_adapters_share_nothing() ->
     assert found(features=[Feature(2, 9, b"dog", b"an image")]) == 13, "the key names the content"
     assert found(features=[late]) == 6, "the tokens before it, as of the first request"
     assert found(adapter=adapter, features=[dog]) == 0
-    assert found(adapter=adapter, cache_salt="x", features=[dog]) == 0
+    assert found(adapter=adapter, options=RequestOptions(cache_salt="x"), features=[dog]) == 0
     assert found(adapter=adapter, features=[dog]) == found() == 13
 
 
@@ -879,7 +874,8 @@ def test_salts_and_adapters_have_one_name_for_each_pair() -> None:
     adapters = [None, *(AdapterRef(text, "a", "a", 8) for text in texts)]
     pairs = [(salt, adapter) for salt in texts for adapter in adapters]
     plain = request(1, 1)
-    contexts = {msgspec.structs.replace(plain, cache_salt=s, adapter=a).cache_context for s, a in pairs}
+    requests = [msgspec.structs.replace(plain, options=RequestOptions(cache_salt=s), adapter=a) for s, a in pairs]
+    contexts = {request.cache_context for request in requests}
     assert len(contexts) == len(pairs)
 
 

@@ -13,14 +13,22 @@ from octavo.core.config import SchedulerOptions
 from octavo.core.errors import AdapterError
 from octavo.core.kv_groups import GroupBlocks, window_blocks
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate, SequenceStatus
+from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
-from octavo.scheduler.adapters import Adapters
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.policies import POLICIES, Policy
+from octavo.scheduler.preparation_pool import PreparationState
 from octavo.speculation.drafter import DraftedSequence, Drafter
-from tests.scheduler.fake_adapters import FakeAdapters, adapter_options, lora, prompt_adapter
-from tests.scheduler.fake_grammars import FakeGrammars, grammar
+from tests.scheduler.fake_preparations import (
+    FakePreparations,
+    adapter_options,
+    grammar,
+    limits_for,
+    load,
+    lora,
+    prompt_adapter,
+)
 from tests.scheduler.fake_worker import (
     EOS,
     VOCABULARY,
@@ -170,9 +178,7 @@ class Run:
             case.options,
             case.max_model_len,
             max_in_flight=case.depth,
-            adapters=Adapters(adapters) if adapters else None,
-            worker_adapters=FakeAdapters(adapters, self.adapter_rng.choice([0, 0, 1, 3])),
-            grammars=FakeGrammars(self.grammar_rng.choice([0, 0, 1, 3])),
+            preparations=FakePreparations(limits_for(adapters), self.adapter_rng.choice([0, 0, 1, 3])),
             drafter=Guessing(case.seed) if case.drafts else None,
         )
         watch_displacement(self.engine.scheduler)
@@ -219,11 +225,13 @@ class Run:
             prompt_token_ids=prompt,
             task=task,
             arrival_time=self.engine.now,
-            priority=rng.randint(0, 3),
-            cache_salt=rng.choice(["", "", "other"]),
-            user=self.own_rng.choice("abc"),
-            ttft_target=self.own_rng.choice([None, 2.0, 30.0]),
-            tpot_target=self.own_rng.choice([None, 1.0]),
+            options=RequestOptions(
+                priority=rng.randint(0, 3),
+                cache_salt=rng.choice(["", "", "other"]),
+                user=self.own_rng.choice("abc"),
+                ttft_target=self.own_rng.choice([None, 2.0, 30.0]),
+                tpot_target=self.own_rng.choice([None, 1.0]),
+            ),
             adapter=self.adapter_rng.choice([None, None, *self.refs]) if self.case.slots else None,
         )
 
@@ -246,27 +254,32 @@ class Run:
             task = Generate(SamplingParams(max_tokens=0), 0, [])
             group_id = 1000 + self.pin_rng.randrange(10**9)
             request = EngineCoreRequest(
-                group_id=group_id, prompt_token_ids=prompt, task=task, arrival_time=self.engine.now, pin_as=name
+                group_id=group_id,
+                prompt_token_ids=prompt,
+                task=task,
+                arrival_time=self.engine.now,
+                options=RequestOptions(pin_as=name),
             )
             self.pinned[name] = request
             self.engine.add(request)
 
     def disturb_adapters(self) -> None:
         """Pins and unpins adapters; makes loads fail for a while."""
-        rng, scheduler = self.adapter_rng, self.engine.scheduler
-        assert scheduler.adapters is not None
+        rng, preparations = self.adapter_rng, self.engine.scheduler.preparations
         if rng.random() < 0.05:
             ref = rng.choice(self.refs)
             with contextlib.suppress(AdapterError):
-                scheduler.adapters.pin(ref)
+                preparations.pin(load(ref), ref.name)
         if rng.random() < 0.1:
-            scheduler.adapters.unpin(rng.choice(self.refs).key)
-        self.engine.worker.adapters.failing = {rng.choice(self.refs).key: "unreadable"} if rng.random() < 0.1 else {}
+            preparations.unpin(rng.choice(self.refs).key)
+        if rng.random() < 0.1:
+            self.engine.worker.preparations.failing[rng.choice(self.refs).key] = "unreadable"
 
     def disturb_grammars(self) -> None:
         """Makes grammars fail for a while."""
         rng = self.grammar_rng
-        self.engine.worker.grammars.failing = {rng.choice("ABCDE"): "unusable"} if rng.random() < 0.1 else {}
+        if rng.random() < 0.1:
+            self.engine.worker.preparations.failing[grammar(rng.choice("ABCDE")).key] = "unusable"
 
     def check_pinned(self) -> None:
         """A pinned prefix is found whole, until it is released."""
@@ -305,6 +318,7 @@ class Run:
                 break
             self.disturb()
             self.share_prefix()
+            self.engine.worker.preparations.failing = {}
             if self.case.slots:
                 self.disturb_adapters()
             if self.case.grammars:
@@ -320,10 +334,11 @@ class Run:
 
     def step(self) -> None:
         groups = list(self.engine.scheduler.queues.groups.values())
+        compiling = {g.group_id for g in groups if self.waits_for_grammar(g)}
         before = {g.group_id: (g, g.status) for g in groups}
 
         def between() -> None:
-            self.check_bound(before)
+            self.check_bound(before, compiling)
             self.disturb()
 
         where = self.rng.choice(["before moving", "before computing"])
@@ -331,15 +346,23 @@ class Run:
         assert plan.total_tokens <= self.case.options.token_budget
         check_accounting(self.engine)
 
-    def check_bound(self, before: dict[int, tuple[SequenceGroup, SequenceStatus]]) -> None:
-        """No later arrival is admitted or kept running before a group that has waited beyond the ageing limit."""
+    def waits_for_grammar(self, group: SequenceGroup) -> bool:
+        pools = self.engine.scheduler.preparations.pools
+        keys = [p.key for p in group.preparations if p.kind == "grammar"]
+        return any(pools["grammar"].things[key].state is not PreparationState.READY for key in keys)
+
+    def check_bound(self, before: dict[int, tuple[SequenceGroup, SequenceStatus]], compiling: set[int]) -> None:
+        """No later arrival is admitted or kept running before a group that has waited beyond the ageing limit.
+
+        But groups in ``compiling``, whose grammar is not compiled, hold up no others.
+        """
         limit, now = self.case.options.aging_limit, self.engine.now
         if limit is None:
             return
         running = {g.group_id for g in self.engine.scheduler.queues.running}
         for group, status in before.values():
             outside = group.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
-            if not outside or now - group.request.arrival_time <= limit:
+            if not outside or now - group.request.arrival_time <= limit or group.group_id in compiling:
                 continue
             for other_id in running:
                 other, was = before[other_id]
@@ -364,7 +387,7 @@ class Run:
             if answer.error == "unusable":
                 assert isinstance(request.task, Generate) and request.task.grammar and answer.group_reason == "error"
                 return
-        if request.task.num_sequences == 1 and not self.case.failure_rate and request.pin_as is None:
+        if request.task.num_sequences == 1 and not self.case.failure_rate and request.options.pin_as is None:
             assert answer.group_reason in (None, "abort", "length") or "max_num_batched_tokens" in (answer.error or "")
         if isinstance(request.task, Beam):
             assert not answer.tokens

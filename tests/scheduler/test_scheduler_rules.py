@@ -9,10 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
+from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.policies import POLICIES
-from tests.scheduler.fake_grammars import FakeGrammars, grammar
+from tests.scheduler.fake_preparations import FakePreparations, grammar
 from tests.scheduler.fake_worker import (
     EOS,
     Engine,
@@ -69,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             self.limit,
             max_in_flight=depth,
-            grammars=FakeGrammars(steps_per_grammar),
+            preparations=FakePreparations(steps=steps_per_grammar),
         )
         self.requests = 0
 
@@ -95,7 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt_token_ids=prompt,
                 task=task,
                 arrival_time=self.engine.now,
-                priority=priority,
+                options=RequestOptions(priority=priority),
             )
         )
         self.requests += 1

@@ -9,6 +9,7 @@ from typing import Any
 from octavo.core.config import SchedulerOptions
 from octavo.core.plan import StepResult
 from octavo.core.request import EngineCoreRequest, Generate
+from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.scheduler import Scheduler
@@ -71,9 +72,7 @@ class VirtualEngine:
             prompt_token_ids=job.prompt,
             task=Generate(SamplingParams(max_tokens=job.max_tokens), 0, [EOS]),
             arrival_time=job.at,
-            user=job.user,
-            ttft_target=job.ttft_target,
-            tpot_target=job.tpot_target,
+            options=RequestOptions(user=job.user, ttft_target=job.ttft_target, tpot_target=job.tpot_target),
         )
         self.scheduler.add(request)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from octavo.core.config import EngineConfig
@@ -50,18 +51,17 @@ class RestartableCore(EngineCore):
         plan = self.scheduler.schedule()  # the workers forget what has ended
         self.scheduler.update(plan, self.executor.execute(plan))
         self.options = self.options.model_copy(update=dict(changes))
-        old = self.scheduler
-        self.scheduler = self._new_scheduler(self.executor, self.startup.groups, old.adapters, old.queues.grammars)
+        self.scheduler = self._new_scheduler(self.executor, self.startup.groups, self.scheduler.preparations)
 
 
 def start(options: EngineConfig) -> tuple[RestartableCore, LLMEngine]:
     """Loads a model; see ``LLMEngine.from_config``."""
     files = find_files(options)
     core = RestartableCore(files.options, files.folder)
-    return core, LLMEngine(core, files.tokenizer, (), files.default_sampling)
+    return core, LLMEngine(files, core=core)
 
 
 def restarted(core: RestartableCore, engine: LLMEngine, changes: Mapping[str, Any]) -> LLMEngine:
     """A new engine over the core, which begins anew; ``engine`` is the one before it, without requests."""
     core.restart(changes)
-    return LLMEngine(core, engine.tokenizer, (), engine.inputs.default_sampling)
+    return LLMEngine(replace(engine.front_end.files, options=core.options, prefixes=[]), core=core)

@@ -26,7 +26,7 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
     from octavo.models.config import read_model_config
 
     options = read_engine_config(arguments, model)
-    folder = resolve_model(options.model, dtype=options.dtype, revision=options.revision, weights=False)
+    folder = resolve_model(options.model, revision=options.revision, weights=False)
     config = read_model_config(folder)
     device = resolve_device(options.device)
     kernels = load_kernels(options.kernels, device, head_dim=config.head_dim, deterministic=options.deterministic)

@@ -12,6 +12,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, Generate
+from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.step_loop import StepLoop
 from octavo.lab.simulate.blocks import make_simulated_blocks
@@ -348,10 +349,12 @@ def _core_request(number: int, item: WorkItem, prompt: list[int], max_tokens: in
         prompt_token_ids=prompt,
         task=_task(max_tokens),
         arrival_time=item.at,
-        priority=item.priority,
-        user=item.user or "",
-        ttft_target=item.ttft_target,
-        tpot_target=item.tpot_target,
+        options=RequestOptions(
+            priority=item.priority,
+            user=item.user or "",
+            ttft_target=item.ttft_target,
+            tpot_target=item.tpot_target,
+        ),
     )
 
 

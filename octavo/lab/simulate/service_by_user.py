@@ -68,7 +68,7 @@ class ServiceRecorder:
             if slot is not None:
                 served[slot] += _service(request)
         for group in engine.scheduler.queues.running:
-            running[group.request.user] += 1
+            running[group.request.options.user] += 1
         for user in itertools.islice(engine.open_by_user, MOST_USERS):
             self._slot(user)
         for user, slot in self.slots.items():

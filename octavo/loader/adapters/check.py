@@ -31,7 +31,7 @@ def check_adapter(path: str | Path, name: str, targets: AdapterTargets, max_rank
     path = Path(os.path.expanduser(path))
     if path.is_file():
         _refuse_other_files(path)
-        pairs = gguf_lora.read_pairs(gguf_lora.open_adapter(path), targets.config)
+        pairs = gguf_lora.read_pairs(gguf_lora.open_adapter(path), targets)
         file = path
     else:
         raw = peft_folder.read_config(path)[1]
@@ -64,7 +64,7 @@ def _read(path: Path, targets: AdapterTargets, max_rank: int) -> tuple[str, Lora
     if path.is_file():
         before = _version(path)
         opened = gguf_lora.open_adapter(path)
-        pairs, tensors = gguf_lora.read_pairs(opened, targets.config), gguf_lora.read_values(opened)
+        pairs, tensors = gguf_lora.read_pairs(opened, targets), gguf_lora.read_values(opened)
         file, digest = path, new_digest()
         digest_file(path, digest)
         if _version(path) != before:

@@ -7,24 +7,26 @@ first is transposed. Rows are in the order of the model's GGUF files, which diff
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from octavo.core.errors import AdapterError, OctavoError
-from octavo.core.model_config import ModelConfig
+from octavo.kernels.gguf_rows import dequantize
 from octavo.loader.adapters.lora import LoraPair
-from octavo.loader.gguf_architectures import ARCHITECTURES
-from octavo.loader.gguf_entries import Entry
+from octavo.loader.adapters.targets import AdapterTargets
+from octavo.loader.gguf_config import ARCHITECTURES
 from octavo.loader.gguf_file import GGUFFile
-from octavo.loader.gguf_weights import row_order
+from octavo.loader.gguf_weights import layouts, tensors_by_source
+from octavo.models.checkpoint import Permute
 
 _DOWN, _UP = ".lora_a", ".lora_b"
 _EMBEDDING = "token_embd.weight"
+_BLOCK = re.compile(r"blk\.(\d{1,6})\.")
+_LAYER = re.compile(r"\.layers\.\d+\.")
 
 
 def open_adapter(path: Path) -> GGUFFile:
@@ -48,21 +50,41 @@ def open_adapter(path: Path) -> GGUFFile:
     return file
 
 
-def read_pairs(file: GGUFFile, config: ModelConfig) -> list[LoraPair]:
+def read_pairs(file: GGUFFile, targets: AdapterTargets) -> list[LoraPair]:
     """The pairs of matrices of a file, for a model.
 
     Raises:
         AdapterError: it is for another architecture, or a tensor is none of its matrices or lacks its partner.
     """
-    names = _Names(file, config)
+    arch, architecture = file.metadata.get("general.architecture"), targets.config.architecture
+    kinds = {kind.split()[0] for kind, (name, _) in ARCHITECTURES.items() if name == architecture}
+    if arch not in kinds:
+        expected = " or ".join(map(repr, kinds)) or "none: the model's architecture has no GGUF files here"
+        raise AdapterError(
+            f"{file.path} is an adapter for the architecture {arch!r}; the model ({architecture}) takes {expected}"
+        )
+    alpha = _alpha(file)
     for tensor in file.tensors:
         if not tensor.endswith((_DOWN, _UP)):
             raise AdapterError(
                 f"{file.path}: tensor {tensor!r} is no low-rank matrix: expected names such as "
                 "blk.0.attn_q.weight.lora_a"
             )
-    modules = dict.fromkeys(tensor.removesuffix(_DOWN).removesuffix(_UP) for tensor in file.tensors)
-    return [_pair(file, source, names, config) for source in modules]
+    sources = dict.fromkeys(tensor.removesuffix(_DOWN).removesuffix(_UP) for tensor in file.tensors)
+    # Of any layer, so that one that the model does not have is named.
+    by_source = {
+        _BLOCK.sub("blk.{}.", source): [_LAYER.sub(".layers.{}.", name) for name in names]
+        for source, names in tensors_by_source(arch, [*targets.shapes], sources).items()
+    }
+    pairs: list[LoraPair] = []
+    for source in sources:
+        names = by_source.get(_BLOCK.sub("blk.{}.", source))
+        if names is None or "_exps." in source:
+            raise AdapterError(f"{file.path}: there are no adapters of the tensor {source!r} for this model")
+        block = _BLOCK.match(source)
+        modules = [name.format(block and block[1]) for name in dict.fromkeys(names)]
+        pairs += _pairs(file, source, modules, alpha, targets)
+    return pairs
 
 
 def read_values(file: GGUFFile) -> dict[str, Tensor]:
@@ -73,74 +95,42 @@ def read_values(file: GGUFFile) -> dict[str, Tensor]:
     """
     try:
         return {
-            name: torch.from_numpy(np.concatenate([*file.read_pieces(tensor)]).reshape(tensor.shape))
+            name: dequantize(tensor.type.name, file.read_rows(tensor)).view(tensor.shape)
             for name, tensor in file.tensors.items()
         }
     except (OctavoError, OSError) as e:
         raise AdapterError(str(e)) from None
 
 
-def _pair(file: GGUFFile, source: str, names: _Names, config: ModelConfig) -> LoraPair:
+def _pairs(
+    file: GGUFFile, source: str, names: Sequence[str], alpha: float, targets: AdapterTargets
+) -> Iterator[LoraPair]:
+    """A pair for each of the network's tensors ``names``, which ``source`` has one below the other."""
     down, up = file.tensors.get(source + _DOWN), file.tensors.get(source + _UP)
     if down is None or up is None:
         present, absent = (_UP, _DOWN) if down is None else (_DOWN, _UP)
         raise AdapterError(f"{file.path}: tensor {source + present!r} has no partner {source + absent!r}")
     transposed = source == _EMBEDDING
     down_shape = down.shape[::-1] if transposed else down.shape
-    alpha = names.alpha
     # As llama.cpp has it, no alpha means no scaling.
     scale = alpha / up.shape[-1] if alpha else 1.0
-    entry = names.entry(source)
-    order = None
-    if entry.order is not None:
-        try:
-            order = row_order(entry.order, up.rows, config.num_heads, config.num_kv_heads, config.head_dim)
-        except ValueError:
-            raise AdapterError(f"{file.path}: tensor {up.name!r} has {up.rows} rows, which no heads have") from None
-    module = entry.name.removesuffix(".weight")
-    return LoraPair(module, down.name, up.name, down_shape, up.shape, scale, order, transposed)
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What an architecture calls the matrices of its layers, and the others."""
-
-    prefix: str
-    layer: dict[str, Entry]
-    others: dict[str, Entry]
-
-
-class _Names:
-    """Leads from the names of tensors in a model's GGUF files to those in transformers."""
-
-    def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
-        self._path = file.path
-        named = {
-            name.split()[0]: kind for name, kind in ARCHITECTURES.items() if kind.architecture == config.architecture
-        }
-        arch = file.metadata.get("general.architecture")
-        if arch not in named:
-            expected = " or ".join(map(repr, named)) or "none: the model's architecture has no GGUF files here"
-            raise AdapterError(
-                f"{file.path} is an adapter for the architecture {arch!r}; the model ({config.architecture}) takes "
-                f"{expected}"
-            )
-        kind = named[arch]
-        self._kind = _Kind(kind.prefix, _by_source(kind.layer), _by_source(kind.others))
-        self.alpha = _alpha(file)
-
-    def entry(self, source: str) -> Entry:
-        """The matrix of this name, under its whole name in transformers."""
-        layer = re.fullmatch(r"blk\.(\d{1,6})\.(.+)", source)
-        found = self._kind.layer.get(layer[2]) if layer else self._kind.others.get(source)
-        if found is None or "{e}" in found.name or found.beside is not None:
-            raise AdapterError(f"{self._path}: there are no adapters of the tensor {source!r} for this model")
-        name = self._kind.prefix.format(i=int(layer[1])) + found.name if layer else found.name
-        return Entry(source, name, found.shape, found.order)
-
-
-def _by_source(entries: tuple[Entry, ...]) -> dict[str, Entry]:
-    return {entry.source: entry for entry in entries}
+    counts = [up.rows] if len(names) == 1 else [targets.shapes.get(name, (0,))[0] for name in names]
+    if sum(counts) != up.rows:
+        raise AdapterError(f"{file.path}: tensor {up.name!r} has {up.rows} rows, expected {sum(counts)}")
+    start = 0
+    for name, count in zip(names, counts, strict=True):
+        order = np.arange(start, start + count)
+        for entry in layouts(str(file.metadata["general.architecture"]), targets.config):
+            if isinstance(entry, Permute) and re.search(entry.pattern, name):
+                try:
+                    order = order[entry.order(count)]
+                except ValueError:
+                    raise AdapterError(
+                        f"{file.path}: tensor {up.name!r} has {count} rows, which no heads have"
+                    ) from None
+        module, up_shape = name.removesuffix(".weight"), (count, *up.shape[1:])
+        yield LoraPair(module, down.name, up.name, down_shape, up_shape, scale, order, transposed)
+        start += count
 
 
 def _alpha(file: GGUFFile) -> float:

@@ -50,8 +50,9 @@ class AdapterTargets:
             for part, (outputs, inputs) in lora.lora_parts.items():
                 name = f"{layer}.{part}.weight" if part else f"{layer}.weight"
                 self._targets[name] = Target(layer, part, outputs, inputs)
-        self._shapes = {name: (target.outputs, target.inputs) for name, target in self._targets.items()}
-        self._tensors = {name for name, _, _ in network.tensors()}
+        self._matrices = {name: (target.outputs, target.inputs) for name, target in self._targets.items()}
+        #: Of all tensors of the network.
+        self.shapes = network.tensor_shapes()
 
     def __iter__(self) -> Iterator[Target]:
         return iter(self._targets.values())
@@ -65,7 +66,7 @@ class AdapterTargets:
         name = f"{module}.weight"
         pairs: Pairs = [(name, rows.t() if is_transposed(name, self._entries) else rows)]
         for entry in self._entries:
-            pairs = entry.apply(pairs, self._shapes)
+            pairs = entry.apply(pairs, self._matrices)
         try:
             found = [(name, part) for name, part in pairs if isinstance(part, Tensor)]
         except WeightError as e:
@@ -81,7 +82,7 @@ class AdapterTargets:
 
     def _refusal(self, module: str, tensor: str) -> str:
         last = {target.part or target.layer.rpartition(".")[2] for target in self}
-        if tensor in self._tensors:
+        if tensor in self.shapes:
             why = "which takes no adapters"
         else:
             why = f"which a {self.config.architecture} of {self.config.num_layers} layers does not have"

@@ -84,8 +84,8 @@ def digest_file(path: Path, digest: Digest) -> None:
         raise unreadable(path, e) from None
 
 
-def read_tensors(path: Path, wanted: Container[str], digest: Digest) -> dict[str, Tensor]:
-    """The tensors that are wanted, float32; all bytes of the file are added to the digest.
+def read_tensors(path: Path, names: Container[str], digest: Digest) -> dict[str, Tensor]:
+    """The tensors ``names``, float32; all bytes of the file are added to the digest.
 
     Raises:
         AdapterError: as ``read_entries``.
@@ -96,10 +96,10 @@ def read_tensors(path: Path, wanted: Container[str], digest: Digest) -> dict[str
             head, entries = _header(file, path)
             digest.update(head)
             for entry in entries:
-                if entry.name in wanted:
-                    tensors[entry.name] = _read_tensor(file, entry, digest, path)
-                else:
-                    _skip(file, entry.stop - entry.start, digest, path)
+                data = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
+                _fill(file, memoryview(cast(Any, data.numpy())), path, digest)
+                if entry.name in names:
+                    tensors[entry.name] = data.view(entry.dtype).view(entry.shape).float()
             _digest_rest(file, digest)
     except OSError as e:
         raise unreadable(path, e) from None
@@ -148,25 +148,6 @@ def _entry(name: str, value: Any, path: Path) -> Entry:
     return Entry(name, _DTYPES[value["dtype"]], shape, start, stop)
 
 
-def _read_tensor(file: FileIO, entry: Entry, digest: Digest, path: Path) -> Tensor:
-    data = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
-    view = memoryview(cast(Any, data.numpy()))
-    for start in range(0, len(view), _PIECE):
-        piece = view[start : start + _PIECE]
-        _fill(file, piece, path)
-        digest.update(piece)
-    return data.view(entry.dtype).view(entry.shape).float()
-
-
-def _skip(file: FileIO, count: int, digest: Digest, path: Path) -> None:
-    piece = memoryview(bytearray(min(count, _PIECE)))
-    while count:
-        part = piece[:count]
-        _fill(file, part, path)
-        digest.update(part)
-        count -= len(part)
-
-
 def _digest_rest(file: FileIO, digest: Digest) -> None:
     while piece := file.read(_PIECE):
         digest.update(piece)
@@ -178,9 +159,11 @@ def _exactly(file: FileIO, count: int, path: Path) -> bytes:
     return bytes(data)
 
 
-def _fill(file: FileIO, target: memoryview, path: Path) -> None:
+def _fill(file: FileIO, target: memoryview, path: Path, digest: Digest | None = None) -> None:
     while target:
-        count = file.readinto(target)
+        count = file.readinto(target[:_PIECE])
         if not count:
             raise AdapterError(f"{path} is truncated or no safetensors file")
+        if digest is not None:
+            digest.update(target[:count])
         target = target[count:]

@@ -72,9 +72,9 @@ class EarliestDeadlineFirst(Policy):
 
     def on_arrival(self, group: SequenceGroup) -> None:
         """Takes its targets, or those of the options."""
-        request = group.request
-        ttft = _first(request.ttft_target, self._ttft_target)
-        group.policy_data = _Targets(_first(request.tpot_target, self._tpot_target), request.arrival_time + ttft)
+        options, arrival = group.request.options, group.request.arrival_time
+        ttft = _first(options.ttft_target, self._ttft_target)
+        group.policy_data = _Targets(_first(options.tpot_target, self._tpot_target), arrival + ttft)
 
     def on_step(self, now: float, running: Sequence[SequenceGroup]) -> None:
         """Takes the time, and how long steps take."""

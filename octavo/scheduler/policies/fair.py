@@ -73,11 +73,11 @@ class FairShare(Policy):
 
     def key(self, group: SequenceGroup) -> float:
         """The counter of its user."""
-        return self._users[group.request.user].counter
+        return self._users[group.request.options.user].counter
 
     def lane(self, group: SequenceGroup) -> Hashable:
         """Its user."""
-        return group.request.user
+        return group.request.options.user
 
     def counters(self) -> dict[str, float]:
         """Weighted service of each user, as it is compared."""
@@ -85,7 +85,7 @@ class FairShare(Policy):
 
     def on_arrival(self, group: SequenceGroup) -> None:
         """Lifts the counter of a user who comes back."""
-        name = group.request.user
+        name = group.request.options.user
         user = self._users.get(name)
         if user is None:
             user = self._users[name] = _User(self._weights.get(name, 1.0))
@@ -123,13 +123,13 @@ class FairShare(Policy):
         self._leave_queue(group)
         if not service.prompt:
             service.prompt = True
-            user = self._users[group.request.user]
+            user = self._users[group.request.options.user]
             user.counter += PROMPT_WEIGHT * len(group.request.prompt_token_ids) / user.weight
 
     def on_preempt(self, group: SequenceGroup) -> None:
         """Its user waits again; the counter is not lifted."""
         group.policy_data.waiting = True
-        self._wait(self._users[group.request.user])
+        self._wait(self._users[group.request.options.user])
 
     def on_step(self, now: float, running: Sequence[SequenceGroup]) -> None:
         """Charges the tokens that have been generated."""
@@ -145,7 +145,7 @@ class FairShare(Policy):
     def on_end(self, group: SequenceGroup) -> None:
         """Its user may become idle."""
         self._leave_queue(group)
-        user = self._users[group.request.user]
+        user = self._users[group.request.options.user]
         user.unfinished -= 1
         if not user.unfinished:
             self._num_idle += 1
@@ -171,14 +171,14 @@ class FairShare(Policy):
         known = outputs.get(seq.seq_id, 0 if group.beam is None else generated - 1)
         if generated > known:
             outputs[seq.seq_id] = generated
-            user = self._users[group.request.user]
+            user = self._users[group.request.options.user]
             user.counter += OUTPUT_WEIGHT * (generated - known) / user.weight
 
     def _leave_queue(self, group: SequenceGroup) -> None:
         service: _Service = group.policy_data
         if service.waiting:
             service.waiting = False
-            user = self._users[group.request.user]
+            user = self._users[group.request.options.user]
             user.waiting -= 1
             if not user.waiting:
                 self._last_counter = user.counter

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import bisect
+import itertools
 from typing import Any
 
 from starlette.requests import Request
@@ -38,6 +41,8 @@ INCLUDABLE = frozenset(
         "code_interpreter_call.outputs",
     }
 )  # fmt: skip
+#: What a template usually writes around a message, in tokens.
+_MESSAGE_TOKENS = 6
 #: Fields of this route that are refused.
 UNSUPPORTED = {
     "background": Unsupported("a response is generated while its request is open", (False,)),
@@ -113,18 +118,47 @@ async def start(service: Service, request: Request, body: ResponsesRequest, mess
     except ApiError as e:
         if e.code != "context_length_exceeded" or body.truncation != "auto" or len(cuts) == 1:
             raise
-    # The first that fits, by bisection; the last is tried for its error.
-    low, high = 1, len(cuts) - 1
-    found = await without(cuts[high])
-    while low < high:
-        middle = (low + high) // 2
+    # The first that fits is near the first that should: from there in steps that double, then between the last two.
+    low, high, step, chat = 1, len(cuts) - 1, 1, None
+    probe = min(max(await _likely_cut(service, body, messages, head, cuts), low), high)
+    while chat is None or low < high:
         try:
-            found, high = await without(cuts[middle]), middle
+            chat, high = await without(cuts[probe]), probe
+            probe -= step
         except ApiError as e:
-            if e.code != "context_length_exceeded":
+            if e.code != "context_length_exceeded" or probe == len(cuts) - 1:
                 raise
-            low = middle + 1
-    return found
+            low = probe + 1
+            probe += step
+        step *= 2
+        if chat is None:
+            probe = min(probe, high)
+        elif not low <= probe < high:
+            probe = (low + high) // 2
+    return chat
+
+
+async def _likely_cut(
+    service: Service, body: ResponsesRequest, messages: list[Message], head: int, cuts: list[int]
+) -> int:
+    """Number of the first cut that should leave no more tokens than there is room for; each text is tokenized once."""
+    texts, length = [_written(message) for message in messages[:head]], 0
+    for message in reversed(messages[head:]):
+        texts.append(_written(message))
+        length += len(texts[-1])
+        if length > service.max_prompt_chars:  # what is older is left out in any case
+            break
+    with renamed_errors(RENAMED):
+        ids = await asyncio.to_thread(service.llm.tokenizer.encode_batch, texts, False)
+    room = service.llm.max_model_len - (body.max_output_tokens or 1)
+    used = list(itertools.accumulate(len(tokens) + _MESSAGE_TOKENS for tokens in ids))
+    kept = sum(tokens <= room for tokens in used[head:])
+    return bisect.bisect_left(cuts, len(messages) - kept)
+
+
+def _written(message: Message) -> str:
+    """About what a template writes of a message."""
+    return "".join(str(message[name]) for name in ("content", "tool_calls") if message.get(name))
 
 
 def _text(body: ResponsesRequest) -> dict[str, Any]:

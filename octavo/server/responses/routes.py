@@ -191,7 +191,7 @@ class _PendingResponse:
             self.service.llm.tokenizer,
             choice.output.prompt_token_ids,
             skip_special_tokens=self.body.skip_special_tokens is not False,
-            visible_tokens=self.chat.generation.visible_tokens,
+            visible_tokens=self.chat.generation.options.visible_tokens,
         )
 
     def _shown(self, tokens: list[Token]) -> list[TokenLogprob]:

@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Q
-from safetensors.torch import load_file
 
 from octavo.core.errors import OctavoError, TokenizerError, UnsupportedModelError, WeightError
-from octavo.loader.gguf_convert import convert_gguf
-from octavo.loader.gguf_keys import llama3_parameters
+from octavo.loader.gguf_metadata import llama3_parameters
+from octavo.models.config import read_model_config
+from tests.loader.conftest import tensors_of, values_of, write_folder
 
 KINDS = [
     Q.F32,
@@ -35,11 +35,9 @@ KINDS = [
 ]
 
 
-def convert(path: Path, dtype: str = "float32") -> Path:
-    folder = path.with_suffix(f".{dtype}")
-    folder.mkdir()
-    convert_gguf(path, folder, dtype)
-    return folder
+def read(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Everything that is read of a file."""
+    return tensors_of(write_folder(path), path, dtype)
 
 
 def deinterleaved_index(heads: int, size: int) -> list[int]:
@@ -49,16 +47,16 @@ def deinterleaved_index(heads: int, size: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_weight_is_the_dequantized_value(tmp_path: Path, tiny_llama: Any, kind: Q, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_weight_is_the_dequantized_value(tmp_path: Path, tiny_llama: Any, kind: Q, dtype: torch.dtype) -> None:
     path = tiny_llama(tmp_path / "m.gguf", kind)
-    weights = load_file(convert(path, dtype) / "model.safetensors")
+    weights = read(path, dtype)
     wanted = {}
     for tensor in gguf.GGUFReader(path).tensors:
         values = torch.from_numpy(np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type)))
         if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
             values = values[deinterleaved_index(values.shape[0] // 64, 64)]
-        wanted[tensor.name] = values.to(getattr(torch, dtype))
+        wanted[tensor.name] = values.to(dtype)
     assert len(weights) == len(wanted)
     for ours, theirs in {
         "model.embed_tokens.weight": "token_embd.weight",
@@ -73,7 +71,7 @@ def test_every_weight_is_the_dequantized_value(tmp_path: Path, tiny_llama: Any, 
         "model.layers.0.input_layernorm.weight": "blk.0.attn_norm.weight",
         "model.layers.0.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
     }.items():
-        assert weights[ours].dtype == getattr(torch, dtype)
+        assert weights[ours].dtype == dtype
         assert torch.equal(weights[ours], wanted[theirs]), ours
 
 
@@ -113,17 +111,16 @@ def hf_model(arch: str, **changes: Any) -> Any:
         ("qwen3", {"head_dim": 32}),
     ],
 )
-def test_a_model_exported_by_hand_computes_the_same_after_conversion(
+def test_a_network_is_given_every_bit_of_a_model_that_was_exported_by_hand(
     tmp_path: Path, export_gguf: Any, arch: str, changes: dict[str, Any]
 ) -> None:
     model = hf_model(arch, **changes)
+    model.save_pretrained(tmp_path / "hub")
     export_gguf(model, tmp_path / "m.gguf", arch)
-    folder = convert(tmp_path / "m.gguf")
-    again = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert again.dtype == torch.float32
-    ids = torch.arange(30)[None] * 7 % 272
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, again(ids).logits)
+    folder = write_folder(tmp_path / "m.gguf")
+    wanted, got = tensors_of(tmp_path / "hub"), tensors_of(folder, tmp_path / "m.gguf")
+    assert wanted.keys() == got.keys()
+    assert all(torch.equal(values_of(got[name]), values_of(value)) for name, value in wanted.items())
     assert transformers.AutoTokenizer.from_pretrained(folder).encode("hello world")
 
 
@@ -142,7 +139,7 @@ def test_llama3_rope_factors_become_its_rope_scaling(tmp_path: Path, export_gguf
     export_gguf(
         model, tmp_path / "m.gguf", "llama", edit=lambda writer: writer.add_tensor("rope_freqs.weight", factors)
     )
-    config = json.loads((convert(tmp_path / "m.gguf") / "config.json").read_text())
+    config = json.loads((write_folder(tmp_path / "m.gguf") / "config.json").read_text())
     assert config["rope_parameters"] == rope
 
 
@@ -194,19 +191,19 @@ def test_other_rope_tables_are_refused(table: list[float]) -> None:
     ],
 )
 def test_rope_settings(tmp_path: Path, tiny_llama: Any, keys: dict[str, Any], wanted: dict[str, Any]) -> None:
-    folder = convert(tiny_llama(tmp_path / "m.gguf", keys=keys))
+    folder = write_folder(tiny_llama(tmp_path / "m.gguf", keys=keys))
     assert json.loads((folder / "config.json").read_text())["rope_parameters"] == wanted
-    transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert read_model_config(folder).rope.theta == wanted["rope_theta"]
 
 
 def test_values_given_for_each_layer_are_read_as_one(tmp_path: Path, tiny_llama: Any) -> None:
-    folder = convert(tiny_llama(tmp_path / "m.gguf", keys={"llama.attention.head_count_kv": [2, 2]}))
+    folder = write_folder(tiny_llama(tmp_path / "m.gguf", keys={"llama.attention.head_count_kv": [2, 2]}))
     assert json.loads((folder / "config.json").read_text())["num_key_value_heads"] == 2
 
 
 def test_generation_config_names_every_token_that_ends_an_answer(tmp_path: Path, export_gguf: Any) -> None:
     export_gguf(hf_model("llama"), tmp_path / "m.gguf", "llama", edit=lambda w: w.add_eot_token_id(5))
-    content = json.loads((convert(tmp_path / "m.gguf") / "generation_config.json").read_text())
+    content = json.loads((write_folder(tmp_path / "m.gguf") / "generation_config.json").read_text())
     assert content == {"bos_token_id": 0, "eos_token_id": [1, 5]}
 
 
@@ -227,35 +224,35 @@ def test_generation_config_names_every_token_that_ends_an_answer(tmp_path: Path,
 )
 def test_unsupported_settings_are_refused(tmp_path: Path, tiny_llama: Any, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        convert(tiny_llama(tmp_path / "m.gguf", keys=keys))
+        read(tiny_llama(tmp_path / "m.gguf", keys=keys))
 
 
 def test_an_unsupported_tensor_type_is_refused_by_name(tmp_path: Path, tiny_llama: Any) -> None:
     odd = (np.zeros((256, 256 // 256 * 74), np.uint8), Q.IQ2_XS)
     with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_q\.weight.*IQ2_XS"):
-        convert(tiny_llama(tmp_path / "m.gguf", tensors={"blk.0.attn_q.weight": odd}))
+        read(tiny_llama(tmp_path / "m.gguf", tensors={"blk.0.attn_q.weight": odd}))
 
 
 def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path, tiny_llama: Any) -> None:
     extra = {"blk.0.attn_sinks.weight": (np.zeros(4, np.float32), Q.F32)}
     with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_sinks\.weight"):
-        convert(tiny_llama(tmp_path / "m.gguf", tensors=extra))
+        read(tiny_llama(tmp_path / "m.gguf", tensors=extra))
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path, tiny_llama: Any) -> None:
     with pytest.raises(WeightError, match=r"blk\.0\.ffn_up\.weight"):
-        convert(tiny_llama(tmp_path / "m.gguf", tensors={"blk.0.ffn_up.weight": None}))
+        read(tiny_llama(tmp_path / "m.gguf", tensors={"blk.0.ffn_up.weight": None}))
 
 
 def test_a_wrong_shape_is_named_with_the_right_one(tmp_path: Path, tiny_llama: Any) -> None:
     wrong = {"blk.0.ffn_up.weight": (np.zeros((512, 128), np.float32), Q.F32)}
     with pytest.raises(WeightError, match=r"ffn_up.*\[512, 128\].*\[512, 256\]"):
-        convert(tiny_llama(tmp_path / "m.gguf", tensors=wrong))
+        read(tiny_llama(tmp_path / "m.gguf", tensors=wrong))
 
 
 def test_a_claim_of_billions_of_layers_fails_at_once(tmp_path: Path, tiny_llama: Any) -> None:
     with pytest.raises(WeightError, match="11 tensors, too few for 2147483647 layers"):
-        convert(tiny_llama(tmp_path / "m.gguf", keys={"llama.block_count": 2**31 - 1}))
+        read(tiny_llama(tmp_path / "m.gguf", keys={"llama.block_count": 2**31 - 1}))
 
 
 def test_a_truncated_file_is_an_error_wherever_it_ends(tmp_path: Path, tiny_llama: Any) -> None:
@@ -264,7 +261,7 @@ def test_a_truncated_file_is_an_error_wherever_it_ends(tmp_path: Path, tiny_llam
         path = tmp_path / f"{i}.gguf"
         path.write_bytes(whole[:length])
         with pytest.raises(WeightError, match=r"truncated|corrupt|not a GGUF"):
-            convert(path)
+            read(path)
 
 
 def test_a_damaged_header_is_an_error_and_never_a_crash(tmp_path: Path, tiny_llama: Any) -> None:
@@ -282,7 +279,7 @@ def test_a_damaged_header_is_an_error_and_never_a_crash(tmp_path: Path, tiny_lla
         path = tmp_path / f"d{i}.gguf"
         path.write_bytes(damaged)
         try:
-            convert(path)
+            read(path)
         except (WeightError, UnsupportedModelError, TokenizerError):
             refused += 1
         except OctavoError as e:

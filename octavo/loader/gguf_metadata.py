@@ -1,9 +1,8 @@
-"""Typed access to a GGUF file's metadata, and the settings that all architectures read alike."""
+"""Typed access to a GGUF file's metadata, and its rotary settings."""
 
 from __future__ import annotations
 
 import math
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,101 +10,40 @@ import numpy as np
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.loader.gguf_file import GGUFFile
 
-#: Settings that change what a network computes, and the values that leave it as it is. One that an architecture's
-#: config.json does not express must have such a value.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "expert_count": (0,),
-    "expert_group_count": (0, 1),
-    "expert_weights_scale": (0.0, 1.0),
-    "expert_gating_func": (0, 1),
-    "leading_dense_block_count": (0,),
-    "nextn_predict_layers": (0,),
-    "attention.causal": (True,),
-    "attention.sliding_window": (0,),
-    "attention.scale": (0.0,),
-    "attention.clamp_kqv": (0.0,),
-    "attention.max_alibi_bias": (0.0,),
-    "attention.shared_kv_layers": (0,),
-    "attention.temperature_scale": (0.0,),
-    "attention.kv_lora_rank": (0,),
-    "rope.scaling.yarn_ext_factor": (1.0,),
-    "rope.scaling.yarn_attn_factor": (1.0,),
-    "rope.scaling.attn_factor": (1.0,),
-    "rope.scaling.yarn_log_multiplier": (0.0,),
-    "embedding_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
-    "logit_scale": (0.0, 1.0),
-    "attn_logit_softcapping": (0.0,),
-    "final_logit_softcapping": (0.0,),
-    "router_logit_softcapping": (0.0,),
+#: Settings that change what a network computes, and the values that leave it as it is, the first where they are absent.
+#: One that an architecture's config.json does not express must have such a value.
+_NEUTRAL: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("expert_count", "leading_dense_block_count", "nextn_predict_layers"), (0,)),
+    **dict.fromkeys(("expert_group_count", "expert_weights_scale", "expert_gating_func"), (0, 1)),
+    **dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"), (0, 1)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping"), (0,)),
+    **dict.fromkeys(("attention.sliding_window", "attention.scale", "attention.clamp_kqv"), (0,)),
+    **dict.fromkeys(("attention.max_alibi_bias", "attention.shared_kv_layers", "attention.kv_lora_rank"), (0,)),
+    **dict.fromkeys(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"), (0,)),
+    **dict.fromkeys(("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"), (1,)),
+    **dict.fromkeys(("attention.causal", "rope.scaling.attn_factor"), (1,)),
 }
 ROPE_FACTORS = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+#: Tensors that become part of the configuration.
+ROPE_TABLES = frozenset((ROPE_FACTORS, _LONG, _SHORT))
 
 
-class Keys:
-    """The metadata under the architecture's prefix, and what the architecture's config.json has made of it.
-
-    Keys and tensors that were read are noted, so that what was not read can be refused.
-    """
+class Metadata:
+    """The metadata under the architecture's prefix; keys that were read are noted, so that others can be refused."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         self.arch = str(file.metadata.get("general.architecture"))
         self._read: set[str] = set()
-        #: Tensors that became part of the configuration.
-        self.used_tensors: set[str] = set()
-        #: What ``Entry.when`` may name besides keys of config.json; a list has a value for each layer.
-        self.traits: dict[str, bool | list[bool]] = {}
-
-    @cached_property
-    def sizes(self) -> dict[str, int]:
-        """The sizes that all architectures have.
-
-        V vocabulary, E hidden, F feed-forward, L layers, C context, H query heads, G KV heads, D head, Q = H * D,
-        K = G * D.
-        """
-        embedding = self.file.tensors.get("token_embd.weight")
-        if embedding is None:
-            raise WeightError(f"{self.file.path} has no tensor 'token_embd.weight'")
-        heads, hidden = self.integer("attention.head_count"), self.integer("embedding_length")
-        kv_heads = self.integer("attention.head_count_kv", default=heads)
-        head_dim = self.integer("attention.key_length", default=hidden // heads or 1)
-        is_latent = self.has("attention.kv_lora_rank")  # then a key is the latent and a rotated part
-        if not is_latent and self.integer("attention.value_length", default=head_dim) != head_dim:
-            raise UnsupportedModelError(
-                f"{self.file.path}: heads of keys and of values differ in size, which is not supported"
-            )
-        layers = self.integer("block_count")
-        if layers > len(self.file.tensors):
-            raise WeightError(f"{self.file.path} has {len(self.file.tensors)} tensors, too few for {layers} layers")
-        if heads % kv_heads:
-            raise WeightError(f"{self.file.path}: {heads} heads cannot share {kv_heads} key-value heads")
-        return {
-            "V": embedding.shape[0],
-            "E": hidden,
-            "F": self.integer("feed_forward_length"),
-            "L": layers,
-            "C": self.integer("context_length"),
-            "H": heads,
-            "G": kv_heads,
-            "D": head_dim,
-            "Q": heads * head_dim,
-            "K": kv_heads * head_dim,
-        }
-
-    def has(self, key: str) -> bool:
-        """Whether a setting is there and not 0."""
-        value = self.file.metadata.get(f"{self.arch}.{key}")
-        return bool(np.any(value)) if isinstance(value, np.ndarray) else bool(value)
-
-    def window(self) -> int | None:
-        """Tokens of the attention window; None if there is none."""
-        return self.integer("attention.sliding_window") if self.has("attention.sliding_window") else None
 
     def holds(self, tensor: str) -> bool:
         """Whether the file has this tensor."""
         return tensor in self.file.tensors
+
+    def has(self, key: str) -> bool:
+        """Whether a setting is there and not 0."""
+        return bool(np.any(self.file.metadata.get(f"{self.arch}.{key}", 0)))
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer, or a number for each layer that is the same in all of them."""
@@ -117,6 +55,10 @@ class Keys:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
             raise WeightError(f"{self.file.path}: {self.arch}.{key} must be a positive integer, not {value!r}")
         return value
+
+    def optional(self, key: str) -> int | None:
+        """A positive integer; None if it is absent or 0."""
+        return self.integer(key) if self.has(key) else None
 
     def real(self, key: str, default: float | None = None) -> float:
         """A positive, finite number."""
@@ -136,9 +78,29 @@ class Keys:
         """The id of a special token."""
         return self.file.metadata.get(f"tokenizer.ggml.{name}_token_id")
 
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        embedding = self.file.tensors.get("token_embd.weight")
+        if embedding is None:
+            raise WeightError(f"{self.file.path} has no tensor 'token_embd.weight'")
+        return embedding.shape[0]
+
+    def layers(self) -> int:
+        """Number of layers."""
+        layers = self.integer("block_count")
+        if layers > len(self.file.tensors):
+            raise WeightError(f"{self.file.path} has {len(self.file.tensors)} tensors, too few for {layers} layers")
+        return layers
+
+    def head_dim(self) -> int:
+        """Size of a query's and a key's head."""
+        return self.integer(
+            "attention.key_length", self.integer("embedding_length") // self.integer("attention.head_count") or 1
+        )
+
     def sliding_layers(self, default: int) -> list[bool]:
         """For each layer whether it has a window: all but every ``default``-th, unless the file says otherwise."""
-        layers = self.sizes["L"]
+        layers = self.layers()
         pattern = self._get("attention.sliding_window_pattern", default)
         if isinstance(pattern, np.ndarray) and len(pattern) >= layers:
             return [bool(value) for value in pattern[:layers]]
@@ -160,14 +122,10 @@ class Keys:
             raise WeightError(f"{self.file.path} has no {self.arch}.{key}")
         return value
 
-    def _vector(self, name: str) -> np.ndarray:
-        """The values of a small tensor, float32, which becomes part of the configuration."""
-        self.used_tensors.add(name)
-        return np.concatenate([piece.ravel() for piece in self.file.read_pieces(self.file.tensors[name])])
-
     def rotated(self) -> int:
         """Leading dimensions of a head that are rotated."""
-        rotated, head_dim = self.integer("rope.dimension_count", default=self.sizes["D"]), self.sizes["D"]
+        head_dim = self.head_dim()
+        rotated = self.integer("rope.dimension_count", default=head_dim)
         if rotated % 2 or rotated > head_dim:
             raise UnsupportedModelError(
                 f"{self.file.path}: {rotated} rotated dimensions in heads of {head_dim} are not supported"
@@ -180,7 +138,7 @@ class Keys:
         Args:
             partial: whether the architecture can rotate a part of each head.
         """
-        head_dim, rotated = self.sizes["D"], self.rotated()
+        head_dim, rotated = self.head_dim(), self.rotated()
         if rotated != head_dim and not partial:
             raise UnsupportedModelError(
                 f"{self.file.path}: {self.arch} is supported only with heads that are rotated whole and of even size"
@@ -216,8 +174,6 @@ class Keys:
 
     def _longrope(self, rotated: int) -> dict[str, Any]:
         """Phi-3's factors for long contexts, a divisor for each pair of dimensions (arXiv 2402.13753)."""
-        if not self.holds(_SHORT):
-            raise WeightError(f"{self.file.path} has no tensor {_SHORT!r}")
         rope: dict[str, Any] = {"rope_type": "longrope"}
         for name, tensor in (("long_factor", _LONG), ("short_factor", _SHORT)):
             factors = self._vector(tensor)
@@ -225,13 +181,22 @@ class Keys:
                 raise WeightError(f"{self.file.path}: tensor {tensor!r} must hold {rotated // 2} positive numbers")
             rope[name] = [float(str(value)) for value in factors]
         original = self.integer("rope.scaling.original_context_length")
-        scale = self.sizes["C"] / original
+        scale = self.integer("context_length") / original
         usual = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
         rope["original_max_position_embeddings"] = original
-        given = self.real("rope.scaling.attn_factor", default=usual)
-        if not math.isclose(given, usual, rel_tol=1e-5):
-            rope["attention_factor"] = given
+        attention_factor = self.real("rope.scaling.attn_factor", default=usual)
+        if not math.isclose(attention_factor, usual, rel_tol=1e-5):
+            rope["attention_factor"] = attention_factor
         return rope
+
+    def _vector(self, name: str) -> np.ndarray:
+        """The values of a small tensor, float32."""
+        from gguf.quants import dequantize
+
+        if name not in self.file.tensors:
+            raise WeightError(f"{self.file.path} has no tensor {name!r}")
+        tensor = self.file.tensors[name]
+        return dequantize(self.file.read_rows(tensor), tensor.type).ravel()
 
 
 def llama3_parameters(factors: np.ndarray, theta: float, head_dim: int, source: str) -> dict[str, Any]:

@@ -1,0 +1,146 @@
+"""What must be ready on the workers before a request can run: an adapter, a grammar. One contract for all kinds.
+
+A kind is one entry of ``KINDS``: what a request needs of it, how many are kept, and the ``Preparer``
+(``octavo/runner/preparations.py``) that makes them on a worker. Scheduler, plans and executors know no kind by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from octavo.core.adapters import AdapterRef
+from octavo.core.request import EngineCoreRequest, Generate
+from octavo.core.structured_outputs import Grammar
+
+#: Most compiled grammars in no use that the workers keep, for requests that come again with the same.
+MAX_IDLE_GRAMMARS = 128
+
+
+class Preparation(msgspec.Struct, frozen=True, array_like=True):
+    """One thing to prepare."""
+
+    #: A name of ``KINDS``.
+    kind: str
+    #: Digest of its content, and of all else that it depends on: two requests with one key share it.
+    key: str
+    #: What the kind's ``Preparer`` makes it of, or where that is to be read.
+    payload: bytes
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """How many of a kind the workers keep."""
+
+    #: Most on a worker at once, in use or not; None: all in use, and ``idle`` others.
+    host: int | None = None
+    #: Places on the device, of which a running sequence needs one; None: it needs none.
+    slots: int | None = None
+    idle: int | None = None
+    #: The option that says the most that may be pinned, for errors.
+    option: str = ""
+
+    @property
+    def is_scarce(self) -> bool:
+        """Whether running groups may hold all there is, so that others must wait for their end."""
+        return self.host is not None or self.slots is not None
+
+
+@dataclass(frozen=True)
+class PreparationKind:
+    """One kind of things."""
+
+    #: What a request needs of it; None: nothing.
+    of: Callable[[EngineCoreRequest], Preparation | None]
+    #: From an ``EngineConfig``; None: this kind is not enabled, and requests that need it are refused.
+    limits: Callable[[Any], Limits | None]
+    #: ``module:Class`` of its ``Preparer``.
+    preparer: str
+    #: What a refusal calls it, and the option that would enable it.
+    noun: str = ""
+    option: str = ""
+    #: Whether it is counted among the statistics of adapters.
+    is_adapter: bool = False
+
+
+def adapter_preparation(ref: AdapterRef) -> Preparation:
+    """The preparation of an adapter: LoRA has low-rank products, a prompt adapter none."""
+    return Preparation("lora" if ref.rank else "prompt_adapter", ref.key, msgspec.msgpack.encode(ref))
+
+
+def grammar_preparation(grammar: Grammar) -> Preparation:
+    """The preparation of a grammar."""
+    return Preparation("grammar", grammar.key, grammar.source.encode())
+
+
+def _lora_of(request: EngineCoreRequest) -> Preparation | None:
+    ref = request.adapter
+    return adapter_preparation(ref) if ref is not None and ref.rank else None
+
+
+def _prompt_adapter_of(request: EngineCoreRequest) -> Preparation | None:
+    ref = request.adapter
+    return adapter_preparation(ref) if ref is not None and not ref.rank else None
+
+
+def _grammar_of(request: EngineCoreRequest) -> Preparation | None:
+    task = request.task
+    if not isinstance(task, Generate) or task.grammar is None or not task.samples:
+        return None
+    return grammar_preparation(task.grammar)
+
+
+def _lora_limits(options: Any) -> Limits | None:
+    if not options.enable_lora:
+        return None
+    return Limits(host=options.num_host_loras, slots=options.max_loras, option="max_loras")
+
+
+def _prompt_adapter_limits(options: Any) -> Limits | None:
+    if not options.enable_prompt_adapter:
+        return None
+    return Limits(host=options.max_prompt_adapters, option="max_prompt_adapters")
+
+
+#: By name; in the order in which a request's preparations are asked for.
+KINDS: dict[str, PreparationKind] = {
+    "grammar": PreparationKind(
+        of=_grammar_of,
+        limits=lambda options: Limits(idle=MAX_IDLE_GRAMMARS),
+        preparer="octavo.runner.grammars:GrammarPreparer",
+    ),
+    "lora": PreparationKind(
+        of=_lora_of,
+        limits=_lora_limits,
+        preparer="octavo.runner.adapters:LoraPreparer",
+        noun="an adapter of LoRA",
+        option="enable_lora",
+        is_adapter=True,
+    ),
+    "prompt_adapter": PreparationKind(
+        of=_prompt_adapter_of,
+        limits=_prompt_adapter_limits,
+        preparer="octavo.runner.prompt_adapters:PromptAdapters",
+        noun="an adapter of prompt tuning",
+        option="enable_prompt_adapter",
+        is_adapter=True,
+    ),
+}
+
+
+def preparations_of(request: EngineCoreRequest) -> list[Preparation]:
+    """All that must be prepared before a request can run."""
+    needs = (kind.of(request) for kind in KINDS.values())
+    return [preparation for preparation in needs if preparation is not None]
+
+
+def limits_of(options: Any) -> dict[str, Limits]:
+    """By kind, how many these options (an ``EngineConfig``) allow; None: of the kinds that need no option."""
+    limits = {}
+    for name, kind in KINDS.items():
+        limit = None if options is None and kind.option else kind.limits(options)
+        if limit is not None:
+            limits[name] = limit
+    return limits

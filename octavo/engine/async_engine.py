@@ -1,0 +1,368 @@
+"""The requests of an engine with an event loop: its core runs in another process, and each output is a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from functools import partial
+from typing import Any, Self
+
+import msgspec
+
+from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.config import EngineConfig
+from octavo.core.config_sources import resolve_config
+from octavo.core.engine_outputs import EngineCoreOutputs
+from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, InvalidRequestError, OctavoError
+from octavo.core.messages import NO_REPLY, Abort, Call, StepDone, Stop, Unpin
+from octavo.core.model_config import ModelConfig
+from octavo.core.outputs import RequestOutput
+from octavo.core.prompts import Prompt
+from octavo.core.request import EngineCoreRequest
+from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options_from_keywords
+from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+from octavo.engine.adapters import AdapterRegistry
+from octavo.engine.core_client import CoreProcess
+from octavo.engine.front_end import FrontEnd
+from octavo.engine.input_processor import InputProcessor, ProcessedRequest
+from octavo.engine.model_files import check_classes, find_model
+from octavo.engine.output_processor import RequestState, check_increments
+from octavo.engine.replicas import Replicas
+from octavo.engine.request_stream import QueuedTokens, RequestStream
+from octavo.engine.router import router_of
+from octavo.engine.shared_prefixes import SharedPrefix
+from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
+from octavo.engine.tokenizer import Tokenizer
+
+#: Sequences of a step processed before the event loop runs other tasks; each takes some 20 microseconds.
+MAX_SEQUENCES_AT_ONCE = 64
+
+logger = logging.getLogger("octavo")
+
+
+class AsyncEngine:
+    """The part of ``AsyncLLM`` that loads the model and serves requests."""
+
+    #: These exist once the model is loaded. ``front_end`` owns the next three.
+    front_end: FrontEnd
+    tokenizer: Tokenizer
+    inputs: InputProcessor
+    #: The adapters that requests may name.
+    adapters: AdapterRegistry
+    model_config: ModelConfig
+    #: Longest sequence in tokens, prompt and output together.
+    max_model_len: int
+    _replicas: Replicas
+
+    def __init__(
+        self, model: str | os.PathLike[str] | EngineConfig, *, stat_loggers: Sequence[StatLogger] = (), **options: Any
+    ) -> None:
+        """Checks the options, those of ``LLM``; nothing is loaded yet. An ``EngineConfig`` has them all.
+
+        Raises:
+            ConfigError: an option is unknown or wrong, or names a class that is not there.
+        """
+        if not isinstance(model, EngineConfig):
+            self.config = resolve_config({"model": os.fspath(model), **options})
+        elif options:
+            raise ConfigError(f"the options {', '.join(options)} must be given in the EngineConfig, or without one")
+        else:
+            self.config = model
+        check_classes(self.config)
+        #: They get the statistics of each step, in the event loop.
+        self.stat_loggers: list[StatLogger] = [*make_stat_loggers(self.config), *stat_loggers]
+        #: Set when the core has died, not when it was shut down.
+        self.died = asyncio.Event()
+        #: While the engine sleeps, requests are refused.
+        self.is_sleeping = False
+        self._loading = asyncio.Lock()
+        self._loaded = False
+        self._streams: dict[str, RequestStream] = {}
+        self._queued = QueuedTokens()
+        self._error: EngineDeadError | None = None
+        self._nothing_open = asyncio.Event()
+        self._nothing_open.set()
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, process: CoreProcess | None = None, *, stat_loggers: Sequence[StatLogger] = ()
+    ) -> Self:
+        """An engine that is ready; see ``ready``."""
+        try:
+            llm = cls(config, stat_loggers=stat_loggers)
+        except BaseException:
+            if process is not None:
+                await process.end_and_wait()
+            raise
+        await llm.ready(process)
+        return llm
+
+    async def ready(self, process: CoreProcess | None = None) -> None:
+        """Starts the core's process, or takes one that was started ahead, and waits until its model is loaded.
+
+        Requests call it where nothing else has. A program whose own imports take time starts the ``CoreProcess`` before
+        them. A core that does no step for ``step_timeout`` seconds while requests are open is ended, as if it had died.
+
+        Raises:
+            OctavoError: of the type that ``LLM`` would raise: the model is unknown, unreadable, unsupported, too large.
+            EngineDeadError: the process ended while it loaded, or the engine was shut down.
+        """
+        async with self._loading:
+            self.check_alive()
+            if self._loaded:
+                return
+            process = process or CoreProcess()
+            try:
+                await self._load(process)
+            except BaseException:
+                await process.end_and_wait()
+                raise
+            self._replicas.watch(self.config.step_timeout)
+            try:
+                prefixes = self.front_end.prefixes
+                for text, name in self.front_end.files.prefixes:
+                    await self._compute_prefix(prefixes.add(text, name))
+            except BaseException as e:
+                self._error = EngineDeadError(f"the engine could not be made ready: {e}")
+                await self._replicas.close()
+                raise
+            self._loaded = True
+
+    async def _load(self, process: CoreProcess) -> None:
+        config, loop = self.config, asyncio.get_running_loop()
+        more = [CoreProcess() for _ in range(config.data_parallel_size - 1)]
+        self._replicas = replicas = Replicas([process, *more], router_of(config))
+        # Without defaults: the core knows what was asked for.
+        start = partial(replicas.start, config.model_dump(exclude_unset=True), logger.getEffectiveLevel())
+        try:
+            files = await asyncio.to_thread(find_model, config, partial(loop.call_soon_threadsafe, start))
+            if config.enable_lora:  # what checks adapters, so that the first one holds up no request
+                await asyncio.to_thread(importlib.import_module, "octavo.loader.adapters.check")
+            ready = await replicas.ready()
+        except BaseException:
+            await replicas.kill()
+            raise
+        self.front_end = front_end = FrontEnd(files, ready.max_model_len)
+        self.tokenizer, self.inputs, self.adapters = front_end.tokenizer, front_end.inputs, front_end.adapters
+        self.model_config, self.max_model_len = ready.model_config, ready.max_model_len
+        self.adapters.on_unpin = lambda key: replicas.send_all(Call(NO_REPLY, "unpin_adapter", [key]))
+        replicas.on_step, replicas.on_death, replicas.on_lost = self._receive, self._die, self._lose
+
+    async def __aenter__(self) -> Self:
+        await self.ready()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        *,
+        streaming: bool = True,
+        **keywords: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Iterates over the outputs of one request, each with everything so far; ``submit`` gives increments instead.
+
+        So does ``output_kind`` DELTA of the parameters; FINAL_ONLY gives one output, as ``streaming=False`` does. The
+        request is aborted when the iteration is left before its end or its task is cancelled. ``keywords``: the fields
+        of ``RequestOptions``, and those of other engines, see ``LLM``.
+
+        Raises:
+            InvalidRequestError, AdapterError, EngineDeadError, EngineStateError: as for ``submit``.
+        """
+        options = options_from_keywords("generate", keywords)
+        kind = None
+        if isinstance(sampling_params, SamplingParams):
+            kind = sampling_params.output_kind
+            if kind is RequestOutputKind.CUMULATIVE:
+                sampling_params = msgspec.structs.replace(sampling_params, output_kind=None)
+        stream = await self.submit(request_id, prompt, sampling_params, options, streaming=streaming)
+        whole: RequestOutput | None = None
+        with contextlib.closing(stream):
+            async for output in stream:
+                whole = output if whole is None or kind is RequestOutputKind.DELTA else whole + output
+                yield whole
+
+    async def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        *,
+        streaming: bool = True,
+        **keywords: Any,
+    ) -> RequestStream:
+        """Checks and queues a request. If ``streaming``, outputs are increments; else there is one, with everything.
+
+        ``keywords``: fields of ``options``.
+
+        Raises:
+            InvalidRequestError: the request cannot be served.
+            ClientLimitError: the client has used up the seconds that it may have for compiling (``Sandbox``).
+            AdapterError: its adapter cannot be used.
+            EngineDeadError: the engine has died or is being shut down.
+            EngineStateError: the engine is sleeping.
+            OctavoError: as for ``ready``, of the first request.
+        """
+        check_increments(params)
+        if isinstance(prompt, (SamplingParams, BeamSearchParams)):
+            raise InvalidRequestError("a request is given as request_id, prompt, parameters, in this order")
+        options = options_from_keywords("submit", keywords, options)
+        if not self._loaded:
+            await self.ready()
+        prompt, options, adapter = await self.front_end.prepare(prompt, params, options)
+        # Nothing is awaited below: the adapter stays loaded until the request counts as its user.
+        self._check_accepts("a request")
+        request = self.front_end.process(request_id, prompt, params, options, adapter)
+        return self._send(request, streaming=streaming)
+
+    def _check_accepts(self, what: str) -> None:
+        self.check_alive()
+        if self.is_sleeping:
+            raise EngineStateError(f"the engine sleeps: wake_up(), or POST /wake_up, must come before {what}")
+
+    def _send(self, request: ProcessedRequest, *, streaming: bool, replica: int | None = None) -> RequestStream:
+        """Gives a request to ``replica``, or to the one that the router chooses."""
+        self._replicas.add(request.group, replica)
+        stream = RequestStream(self.front_end.open(request, streaming=streaming), self._abandon)
+        self._streams[request.request_id] = stream
+        self._queued.add(request.group.group_id, len(request.prompt_token_ids))
+        self._nothing_open.clear()
+        return stream
+
+    async def _compute_prefix(self, prefix: SharedPrefix) -> None:
+        prefixes = self.front_end.prefixes
+        try:
+            for replica in self._replicas.router.alive:  # each has a KV cache of its own
+                request = prefixes.request(prefix)
+                with contextlib.closing(self._send(request, streaming=False, replica=replica)) as stream:
+                    output = await anext(stream)
+        except BaseException:  # such as a cancellation
+            prefixes.discard(prefix)
+            self._replicas.send_all(Unpin(prefix.name))
+            raise
+        prefixes.check(prefix, output)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request: its stream gives its last output. Nothing happens if it is not open."""
+        request = self.front_end.abort(request_id) if self._loaded else None
+        if request is not None:
+            self._replicas.send(request.group_id, Abort(request.group_id))
+            self._notify(request)
+
+    def _abandon(self, request: RequestState) -> None:
+        """Aborts a request whose stream was closed."""
+        stream = self._streams.get(request.request_id)
+        if stream is not None and stream.request is request:  # else it has ended, and its id may be in use again
+            self._replicas.send(request.group_id, Abort(request.group_id))
+            self.front_end.discard(request)
+            self._forget(request)
+
+    def _forget(self, request: RequestState) -> RequestStream:
+        self._queued.remove(request.group_id)
+        self._replicas.forget(request.group_id)
+        stream = self._streams.pop(request.request_id)
+        if not self._streams:
+            self._nothing_open.set()
+        return stream
+
+    # --- messages from the core -------------------------------------------------------------------------------------
+
+    async def _receive(self, step: StepDone) -> None:
+        """Passes the outputs of a step to the streams, and tells the core which sequences a stop string has ended."""
+        for admission in step.outputs.admissions:
+            self._queued.remove(admission.group_id)
+        for part in _parts(step.outputs):
+            ready, stopped = self.front_end.receive(part)
+            for group_id, index in stopped:
+                self._replicas.send(group_id, Stop(group_id, index))
+            for request in ready:
+                self._notify(request)
+            await asyncio.sleep(0)
+        log_stats(self.stat_loggers, step.stats)
+
+    def _notify(self, request: RequestState) -> None:
+        stream = self._forget(request) if request.finished else self._streams[request.request_id]
+        stream.notify()
+
+    def _lose(self, requests: list[EngineCoreRequest], error: EngineDeadError) -> None:
+        """A replica has died, but not the last: these of its requests fail, or start anew."""
+        for group in requests:
+            request = self.front_end.outputs.of_group(group.group_id)
+            stream = self._streams[request.request_id]
+            if self.config.data_parallel_retry and not stream.has_given:
+                stream.request = self.front_end.outputs.reopen(request)
+                self._queued.add(group.group_id, len(group.prompt_token_ids))
+                self._replicas.add(group)
+            else:
+                self.front_end.discard(request)
+                self._forget(request).fail(error)
+
+    def _die(self, error: OctavoError) -> None:
+        """The core has died: every open request fails."""
+        self._error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+        logger.critical("%s", self._error)
+        for stream in list(self._streams.values()):
+            self.front_end.discard(stream.request)
+            self._forget(stream.request).fail(self._error)
+        self.died.set()
+
+    # --- the engine -------------------------------------------------------------------------------------------------
+
+    def check_alive(self) -> None:
+        """Raises if requests cannot be accepted.
+
+        Raises:
+            EngineDeadError: the core has died or is being shut down.
+        """
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @property
+    def num_queued(self) -> int:
+        """Open requests of which nothing has been computed yet."""
+        return len(self._queued.lengths)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of these requests."""
+        return self._queued.tokens
+
+    async def shutdown(self, timeout: float = 0.0) -> None:
+        """Refuses new requests, gives open ones ``timeout`` seconds to finish, aborts the rest and ends the core."""
+        self._error = self._error or EngineDeadError("the engine has been shut down")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._nothing_open.wait()
+        for request_id in list(self._streams):
+            await self.abort(request_id)
+        async with self._loading:  # a core that is loading is not left behind
+            if self._loaded:
+                await self._replicas.close()
+
+
+def _parts(outputs: EngineCoreOutputs) -> Iterator[EngineCoreOutputs]:
+    """The outputs in the same order, in parts small enough not to block the event loop."""
+    sequences = outputs.sequences
+    if len(sequences) <= MAX_SEQUENCES_AT_ONCE:
+        yield outputs
+        return
+    yield EngineCoreOutputs(admissions=outputs.admissions, drafts=outputs.drafts)
+    for start in range(0, len(sequences), MAX_SEQUENCES_AT_ONCE):
+        yield EngineCoreOutputs(sequences=sequences[start : start + MAX_SEQUENCES_AT_ONCE])
+    yield EngineCoreOutputs(groups=outputs.groups)

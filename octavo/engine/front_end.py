@@ -1,0 +1,132 @@
+"""What stands before engine cores: prompts become requests of a core, and what it gives becomes text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from octavo.core.adapters import AdapterRef, LoRARequest
+from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.engine_outputs import EngineCoreOutputs
+from octavo.core.errors import InvalidRequestError
+from octavo.core.prompts import Prompt
+from octavo.core.request_options import RequestOptions
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.adapters import make_registry
+from octavo.engine.input_processor import InputProcessor, ProcessedRequest
+from octavo.engine.model_files import ModelFiles
+from octavo.engine.output_processor import OutputProcessor, RequestState
+from octavo.engine.shared_prefixes import SharedPrefixes
+
+#: Texts of this many characters take some 10 ms to tokenize, and are tokenized in a thread.
+LONG_TEXT = 8192
+
+
+class FrontEnd:
+    """Owns the open requests of an engine, and all that they need outside of its cores. For one thread.
+
+    Invariant: an adapter that a request names is in use from ``open`` until the request has ended, in whichever way.
+    """
+
+    def __init__(self, files: ModelFiles, max_model_len: int) -> None:
+        """``max_model_len``: the longest sequence that a core can hold, in tokens, prompt and output together."""
+        self.files = files
+        self.max_model_len = max_model_len
+        self.tokenizer = files.tokenizer
+        self.inputs = InputProcessor(files, max_model_len)
+        self.outputs = OutputProcessor(files.tokenizer)
+        #: The adapters that requests may name.
+        self.adapters = make_registry(files.options, files.model_config)
+        self.prefixes = SharedPrefixes(files.options, self.inputs)
+        #: By name: held while an adapter is read.
+        self._adapter_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def prepare(
+        self, prompt: Prompt, params: SamplingParams | BeamSearchParams | None, options: RequestOptions
+    ) -> tuple[Prompt, RequestOptions, AdapterRef | None]:
+        """What ``process`` takes, after all that takes long, so that it does not: done in threads and in the sandbox.
+
+        Long texts are tokenized, the grammar of structured output is compiled, and the adapter is read, if it is new.
+
+        Raises:
+            InvalidRequestError: the prompt is no text, or there can be no such grammar.
+            ClientLimitError: the client has used up the seconds that it may have for compiling (``Sandbox``).
+            AdapterError: the adapter cannot be used.
+        """
+        prompt = await self.tokenize(prompt)
+        if isinstance(options.prediction, str) and len(options.prediction) >= LONG_TEXT:
+            [ids] = await asyncio.to_thread(self.tokenizer.encode_batch, [options.prediction], False)
+            options = msgspec.structs.replace(options, prediction=ids)
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            params.validate()  # fields may have been assigned
+            await self.inputs.grammars.compile_for(options.client, params.structured_outputs)
+        named = options.lora_request
+        return prompt, options, None if named is None else await self._find_adapter(named)
+
+    async def tokenize(self, prompt: Prompt) -> Prompt:
+        """The prompt, to which token ids are added if it is a long text; that is done in a thread."""
+        fields = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        text = fields.get("prompt")
+        if not isinstance(text, str) or len(text) < LONG_TEXT or fields.get("prompt_token_ids") is not None:
+            return prompt
+        # Unlike ``encode``, this lets other threads run.
+        [ids] = await asyncio.to_thread(self.tokenizer.encode_batch, [text])
+        return {**fields, "prompt_token_ids": ids}
+
+    async def _find_adapter(self, request: LoRARequest) -> AdapterRef:
+        """The adapter that a request names, read in a thread if it is not loaded; one read serves all that wait."""
+        ref = self.adapters.find(request)
+        if ref is None:
+            async with self._adapter_locks.setdefault(request.lora_name, asyncio.Lock()):
+                if (ref := self.adapters.find(request)) is None:
+                    self.adapters.add(request, await asyncio.to_thread(self.adapters.read, request))
+                    return self.adapters.load(request)
+        return ref
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None,
+        options: RequestOptions,
+        adapter: AdapterRef | None,
+    ) -> ProcessedRequest:
+        """The request that ``open`` begins; without ``params`` it has the model's defaults.
+
+        Raises:
+            InvalidRequestError: its id is in use, or as ``InputProcessor.process``.
+        """
+        if request_id in self.outputs:
+            raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
+        params = params if params is not None else self.inputs.default_params()
+        return self.inputs.process(request_id, prompt, params, options, adapter)
+
+    def open(self, request: ProcessedRequest, *, streaming: bool) -> RequestState:
+        """Begins a request that goes to a core now. If ``streaming``, it has an output after each step."""
+        state = self.outputs.open(request, streaming=streaming)
+        if request.group.adapter is not None:
+            self.adapters.begin(request.group.group_id, request.group.adapter)
+        return state
+
+    def receive(self, outputs: EngineCoreOutputs) -> tuple[list[RequestState], list[tuple[int, int]]]:
+        """Adds what a step gave; see ``OutputProcessor.process``."""
+        ready, stopped = self.outputs.process(outputs)
+        for request in ready:
+            if request.finished:
+                self.adapters.end(request.group_id)
+        return ready, stopped
+
+    def abort(self, request_id: str) -> RequestState | None:
+        """Ends a request, whose group is still to be ended in the core. None if it is not open."""
+        request = self.outputs.abort(request_id)
+        if request is not None:
+            self.adapters.end(request.group_id)
+        return request
+
+    def discard(self, request: RequestState) -> None:
+        """Closes a request as it is."""
+        self.outputs.discard(request)
+        self.adapters.end(request.group_id)

@@ -1,0 +1,167 @@
+"""What a worker prepares beside its steps, and keeps as the plans say, of every kind of preparation."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.core.config import EngineConfig
+from octavo.core.model_config import ModelConfig
+from octavo.core.plan import StepPlan, StepResult
+from octavo.core.preparations import KINDS
+from octavo.layers.context import LayerContext
+from octavo.models.network import Network
+
+#: Seconds that a step without other work waits for something, after which the scheduler looks for new requests.
+_WAIT = 0.02
+
+
+@dataclass(frozen=True)
+class PreparerContext:
+    """What preparers know of their worker."""
+
+    options: EngineConfig
+    config: ModelConfig
+    folder: Path
+    layers: LayerContext
+    #: The worker's share.
+    network: Network
+    #: Whether this worker samples: in a pipeline, the last stage does.
+    samples: bool
+
+
+class Preparer(ABC):
+    """Prepares the things of one kind on one worker; each is an error of its own if that fails.
+
+    ``prepare`` runs in a thread beside the steps: each of its operations is short, or leaves the interpreter to them.
+    All else is called between steps.
+    """
+
+    #: Threads that prepare.
+    num_threads = 1
+
+    @abstractmethod
+    def prepare(self, payload: bytes) -> Any:
+        """Makes a thing of a preparation's payload.
+
+        Raises:
+            Exception: it cannot be made; see ``message``.
+        """
+
+    @abstractmethod
+    def keep(self, key: str, thing: Any) -> None:
+        """Takes a thing that is prepared."""
+
+    @abstractmethod
+    def drop(self, key: str) -> None:
+        """Forgets a thing that it keeps, and empties its slot."""
+
+    def message(self, payload: bytes, error: Exception) -> str:
+        """Why a thing could not be prepared, for its requests."""
+        return f"{type(error).__name__}: {error}"
+
+    def place(self, slot: int, key: str) -> None:
+        """Puts a thing that it keeps into a slot, in place of what is in it."""
+        raise RuntimeError(f"{key} needs no slot")
+
+    def begin_thread(self) -> None:  # noqa: B027
+        """Called first in each thread."""
+
+    def detach(self) -> None:  # noqa: B027
+        """Forgets the network, which is to be freed; what it keeps stays in host memory."""
+
+    def attach(self, network: Network) -> None:  # noqa: B027
+        """Goes on with a network that was loaded again, with the same weights."""
+
+
+class WorkerPreparations:
+    """Obeys the plans: what is prepared, kept, and in which slot, is decided there."""
+
+    def __init__(self, preparers: Mapping[str, Preparer]) -> None:
+        self._preparers = preparers
+        #: By key: who keeps it.
+        self._kept: dict[str, Preparer] = {}
+        self._preparing: dict[str, tuple[Preparer, bytes, Future[Any]]] = {}
+        # They end their threads when this is no longer referred to.
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+
+    def apply(self, plan: StepPlan, result: StepResult) -> None:
+        """Does what the plan says, and adds to the result what is known since the last one.
+
+        Raises:
+            RuntimeError: something is to be placed that is not prepared.
+        """
+        if not (self._preparing or plan.prepare or plan.drop or plan.place):
+            return
+        start = time.perf_counter()
+        for key in plan.drop:
+            self._drop(key)
+        for preparation in plan.prepare:
+            if preparation.key in self._kept:
+                result.prepared.append(preparation.key)
+            elif preparation.key not in self._preparing:
+                self._begin(preparation.kind, preparation.key, preparation.payload)
+        for slot, key in plan.place:
+            if key in self._preparing:
+                self._receive(key, result)
+            if key not in self._kept:
+                raise RuntimeError(f"{key} is not prepared: {result.prepare_errors.get(key, 'it was not asked for')}")
+            self._kept[key].place(slot, key)
+        if plan.awaits_prepared and self._preparing and not (result.prepared or result.prepare_errors):
+            wait([future for _, _, future in self._preparing.values()], _WAIT, FIRST_COMPLETED)
+        for key in [key for key, (_, _, future) in self._preparing.items() if future.done()]:
+            self._receive(key, result)
+        if plan.place or plan.awaits_prepared:
+            result.prepare_seconds += time.perf_counter() - start
+
+    def _begin(self, kind: str, key: str, payload: bytes) -> None:
+        preparer = self._preparers[kind]
+        if kind not in self._pools:
+            self._pools[kind] = ThreadPoolExecutor(preparer.num_threads, kind, initializer=preparer.begin_thread)
+        self._preparing[key] = preparer, payload, self._pools[kind].submit(preparer.prepare, payload)
+
+    def _drop(self, key: str) -> None:
+        if key in self._preparing:
+            self._preparing.pop(key)[2].cancel()
+        if key in self._kept:
+            self._kept.pop(key).drop(key)
+
+    def _receive(self, key: str, result: StepResult) -> None:
+        """Takes what has been prepared, or why it has not; waits for it."""
+        preparer, payload, future = self._preparing.pop(key)
+        try:
+            preparer.keep(key, future.result())
+        except CancelledError:
+            result.prepare_errors[key] = "it was dropped before it was prepared"
+        except Exception as e:
+            result.prepare_errors[key] = preparer.message(payload, e)
+        else:
+            self._kept[key] = preparer
+            result.prepared.append(key)
+
+    def detach(self) -> None:
+        """Forgets the network, which is to be freed; what is prepared stays in host memory."""
+        wait([future for _, _, future in self._preparing.values()])
+        for preparer in self._preparers.values():
+            preparer.detach()
+
+    def attach(self, network: Network) -> None:
+        """Goes on with a network that was loaded again."""
+        for preparer in self._preparers.values():
+            preparer.attach(network)
+
+
+def make_preparers(context: PreparerContext) -> dict[str, Preparer]:
+    """By kind, the preparers of the kinds that are enabled."""
+    preparers: dict[str, Preparer] = {}
+    for name, kind in KINDS.items():
+        if kind.limits(context.options) is not None:
+            module, _, class_name = kind.preparer.partition(":")
+            preparers[name] = getattr(importlib.import_module(module), class_name)(context)
+    return preparers
