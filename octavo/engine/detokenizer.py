@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from octavo.core.sampling_params import SamplingParams
 from octavo.engine.text_stream import TextStream
 from octavo.engine.tokenizer import Tokenizer
 
@@ -20,33 +21,23 @@ class IncrementalDetokenizer:
         self,
         tokenizer: Tokenizer,
         prompt_token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool = True,
+        params: SamplingParams,
         visible_tokens: frozenset[int] = frozenset(),
-        stop: Sequence[str] = (),
-        include_stop_str_in_output: bool = False,
-        min_tokens: int = 0,
     ) -> None:
-        """An output of no tokens after ``prompt_token_ids``.
+        """An output of no tokens after ``prompt_token_ids``, which tell whether it begins a text or continues one.
 
-        Args:
-            tokenizer: the model's.
-            prompt_token_ids: they tell whether the output begins a text or continues one.
-            skip_special_tokens: leaves special tokens out of the text.
-            visible_tokens: special tokens that stay in it all the same.
-            stop: texts that end the output.
-            include_stop_str_in_output: keeps the stop string at the end of the text.
-            min_tokens: a stop string that is complete before so many tokens is ordinary text.
+        ``visible_tokens``: special tokens that stay in the text, even if the parameters say that others do not.
         """
         self._stream = TextStream(
             tokenizer,
             prompt_token_ids,
-            skip_special_tokens=skip_special_tokens,
+            skip_special_tokens=params.skip_special_tokens,
             visible_tokens=visible_tokens,
         )
-        self._searches = [_StopSearch(text) for text in stop]
-        self._keep_stop = include_stop_str_in_output
-        self._min_tokens = min_tokens
+        self._searches = [_StopSearch(text) for text in params.stop or ()]
+        self._keep_stop = params.include_stop_str_in_output
+        #: A stop string that is complete before so many tokens is ordinary text.
+        self._min_tokens = params.min_tokens
         #: Text that was not taken yet.
         self._pieces: list[str] = []
         self._finished = False

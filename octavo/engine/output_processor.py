@@ -155,15 +155,7 @@ class OutputProcessor:
         return request
 
     def _detokenizer(self, source: ProcessedRequest, params: SamplingParams) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(
-            self._tokenizer,
-            source.prompt_token_ids,
-            skip_special_tokens=params.skip_special_tokens,
-            visible_tokens=source.visible_tokens,
-            stop=list(params.stop or ()),
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
+        return IncrementalDetokenizer(self._tokenizer, source.prompt_token_ids, params, source.visible_tokens)
 
     def process(self, step: EngineCoreOutputs) -> tuple[list[RequestState], list[tuple[int, int]]]:
         """Adds a step: the requests with an output to take, and the sequences (group, index) ended by a stop text."""

@@ -48,8 +48,7 @@ from octavo.runner.setup import load_network, make_context, make_kernels
 from octavo.runner.sleep import SleepState, put_to_sleep, release_device_memory, wake_up
 from octavo.runner.step_inputs import StepInputs
 from octavo.runner.step_sampler import StepSampler
-from octavo.sampling.sampler import Sampler
-from octavo.sampling.token_table import TokenTable
+from octavo.sampling.sampler import Sampler, TokenTable
 
 
 class ModelRunner:

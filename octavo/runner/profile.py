@@ -15,8 +15,7 @@ from octavo.kernels.interface import Kernels, LayerCache
 from octavo.runner.drafter import WorkerDrafter
 from octavo.runner.kv_layers import KVLayers
 from octavo.runner.memory import largest_step
-from octavo.sampling.sampler import Sampler
-from octavo.sampling.token_table import TokenTable
+from octavo.sampling.sampler import Sampler, TokenTable
 
 
 class LargestStep:
