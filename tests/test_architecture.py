@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,85 @@ def test_the_scheduler_reads_no_clock_but_the_one_it_is_given(room: str) -> None
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("time.", "datetime."))
     ]
     assert reads == []
+
+
+#: A module of each circle that is still to be opened.
+CIRCLES = (
+    "octavo.core.config",
+    "octavo.kernels.interface",
+    "octavo.engine.tokenizer",
+    "octavo.speculation.drafter",
+    "octavo.kernels.cpu.backend",
+    "octavo.kernels",
+    "octavo.sampling.grammar_mask",
+    "octavo.server.chat_output",
+    "octavo.lab.simulate.cluster.cluster",
+)
+
+
+def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """The modules among these that each imports, at its head or in a function.
+
+    What stands under TYPE_CHECKING counts too: types that need each other say one thing in two places.
+    """
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        modules = graph[module] = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                # Of "from package import module" the module counts, not what else is in the package.
+                modules |= names & sources.keys() if names <= sources.keys() else {*names, str(node.module)}
+        modules &= sources.keys() - {module}
+    return graph
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The modules of each circle of the graph, which import each other by whatever way (Tarjan 1972)."""
+    numbers: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    result = []
+
+    def visit(module: str) -> None:
+        numbers[module] = lowest[module] = len(numbers)
+        path.append(module)
+        for other in sorted(graph[module]):
+            if other not in numbers:
+                visit(other)
+            if other in path:
+                lowest[module] = min(lowest[module], lowest[other])
+        if lowest[module] == numbers[module]:
+            members = path[path.index(module) :]
+            del path[path.index(module) :]
+            if len(members) > 1:
+                result.append(sorted(members))
+
+    for module in sorted(graph):
+        if module not in numbers:
+            visit(module)
+    return result
+
+
+def test_no_modules_import_each_other() -> None:
+    """However late: an import within a function hides a circle, and does not open it."""
+    names = {path: module_name(path).removesuffix(".__init__") for path in FILES}
+    graph = import_graph({name: path.read_text(encoding="utf-8") for path, name in names.items()})
+    del graph["octavo"]  # the public names, which nothing within imports
+    found = circles({module: imports - {"octavo"} for module, imports in graph.items()})
+    assert [circle for circle in found if not set(circle) & set(CIRCLES)] == []
+
+
+def test_a_circle_is_noticed() -> None:
+    sources = {
+        "octavo.a.x": "from octavo.a import y",
+        "octavo.a.y": "def f():\n    import octavo.b.z",
+        "octavo.b.z": "if TYPE_CHECKING:\n    from octavo.a.x import X",
+        "octavo.b.w": "import octavo.a.x",
+    }
+    assert circles(import_graph(sources)) == [["octavo.a.x", "octavo.a.y", "octavo.b.z"]]
 
 
 def test_every_room_has_its_place() -> None:

@@ -5,6 +5,7 @@
 
 #include "attention_math.hpp"
 #include "attention_panels.hpp"
+#include "attention_states.hpp"
 #include "attention_tile.hpp"
 #include "attention_write.hpp"
 #include "rows.hpp"
@@ -29,9 +30,9 @@ class Tile {
         rows_(item.queries * group_),
         head_dim_(a.shape.head_dim),
         padded_(a.shape.padded()),
-        width_(a.shape.padded_value()) {
+        layout_(a) {
     const int64_t buffers = Panels<T>::kBuffers * Panels<T>::floats(a.shape);
-    float* memory = attention_scratch(buffers + 2 * kPiece + rows_ * (head_dim_ + kPiece + 2 * state_floats(a)));
+    float* memory = attention_scratch(buffers + 2 * kPiece + rows_ * (head_dim_ + kPiece + 2 * layout_.stride));
     const auto take = [&](int64_t floats) {
       float* taken = memory;
       memory += floats;
@@ -41,8 +42,8 @@ class Tile {
     key_scales_ = take(kPiece);
     value_scales_ = take(kPiece);
     scores_ = take(rows_ * kPiece);
-    total_ = take(rows_ * state_floats(a));
-    state_ = take(rows_ * state_floats(a));
+    total_ = take(rows_ * layout_.stride);
+    state_ = take(rows_ * layout_.stride);
     query_ = take(rows_ * head_dim_);
   }
 
@@ -50,14 +51,14 @@ class Tile {
     load_queries();
     bool first = true;
     for (int64_t piece = item_.first_piece; piece < item_.end_piece; ++piece) {
-      float* states = item_.states ? item_.states + (piece - item_.first_piece) * rows_ * state_floats(a_) : state_;
+      float* states = item_.states ? item_.states + (piece - item_.first_piece) * rows_ * layout_.stride : state_;
       panels_.find(sight_.panels(piece));
       if (piece + 1 < item_.end_piece)
         find_next(item_, sight_, piece + 1);
       else if (next)
         find_next(*next, Sight(a_, step_, *next), next->first_piece);
       fold_piece(piece, !item_.states && first ? total_ : states);
-      if (!item_.states && !first) fold(total_, state_);
+      if (!item_.states && !first) layout_.fold(total_, state_, rows_);
       first = false;
     }
     if (!item_.states) write(total_);
@@ -65,9 +66,9 @@ class Tile {
 
   // The states of the pieces, folded in order.
   void combine() {
-    const int64_t piece_floats = rows_ * state_floats(a_);
+    const int64_t piece_floats = rows_ * layout_.stride;
     const int64_t pieces = item_.end_piece - item_.first_piece;
-    for (int64_t i = 1; i < pieces; ++i) fold(item_.states, item_.states + i * piece_floats);
+    for (int64_t i = 1; i < pieces; ++i) layout_.fold(item_.states, item_.states + i * piece_floats, rows_);
     write(item_.states);
   }
 
@@ -114,36 +115,14 @@ class Tile {
     });
   }
 
-  float& top(float* states, int64_t row) const { return states[row * state_floats(a_) + width_]; }
-  float& sum_of(float* states, int64_t row) const { return states[row * state_floats(a_) + width_ + 1]; }
-
-  // total = total and then state. A row that saw nothing of the piece has a top of -inf and adds nothing.
-  void fold(float* totals, float* states) const {
-    for (int64_t row = 0; row < rows_; ++row) {
-      const float new_top = top(states, row), old_top = top(totals, row);
-      if (new_top == -kInfinity && sum_of(states, row) == 0.0f) continue;
-      const int64_t first = row * state_floats(a_);
-      if (old_top == -kInfinity && sum_of(totals, row) == 0.0f) {
-        std::memcpy(totals + first, states + first, sizeof(float) * static_cast<size_t>(state_floats(a_)));
-        continue;
-      }
-      const float highest = max(old_top, new_top);
-      const float old_part = exp2_not_above_zero(old_top - highest), new_part = exp2_not_above_zero(new_top - highest);
-      for (int64_t i = first; i < first + width_; i += kLanes)
-        store(totals + i, fma(load(totals + i), splat(old_part), load(states + i) * new_part));
-      sum_of(totals, row) = fma(sum_of(totals, row), old_part, sum_of(states, row) * new_part);
-      top(totals, row) = highest;
-    }
-  }
-
   void write(float* totals) const {
     const int64_t value_dim = a_.shape.value_dim();
     with_type(a_.dtype, [&](auto type) {
       for (int64_t row = 0; row < rows_; ++row) {
         const int64_t token = sight_.first_token + row / group_;
         auto* out = static_cast<decltype(type)>(a_.out) + (token * a_.heads + head_of(row)) * value_dim;
-        const float* total = totals + row * state_floats(a_);
-        const float sum = sum_of(totals, row);
+        const float* total = totals + row * layout_.stride;
+        const float sum = layout_.sum_of(totals, row);
         for_vectors(value_dim, [&](int64_t i, auto lanes) { store(out + i, load(total + i) / sum, lanes); });
       }
     });
@@ -199,13 +178,16 @@ class Tile {
       const int32_t end = static_cast<int32_t>(range.end - piece_begin);
       const int32_t first = begin / kLanes * kLanes, last = (end - 1) / kLanes * kLanes;
       float* scores = scores_ + row * kPiece;
-      if (kScaled || a_.soft_cap > 0.0f || a_.alibi) finish_scores(row, piece_begin, first, end);
+      if (kScaled || a_.soft_cap > 0.0f || a_.alibi) {
+        const auto distance = static_cast<int32_t>(piece_begin - (sight_.first_position + row / group_));
+        finish_scores(a_, head_of(row), distance, kScaled ? key_scales_ : nullptr, scores, first, end);
+      }
       for (const int32_t i : {first, last}) {
         const I32 index = counting() + i;
         store(scores + i, (index >= begin) & (index < end) ? load(scores + i) : splat(-kInfinity));
       }
       const float highest = largest(scores, first, end);
-      top(states, row) = highest;
+      layout_.top(states, row) = highest;
       for (int32_t i = first; i < end; i += kLanes) {
         F32 w = exp2_not_above_zero(load(scores + i) - highest);
         if constexpr (by_pairs && !kScaled) w = rounded(w);
@@ -217,50 +199,16 @@ class Tile {
           store(scores + weight_offset(i), w);
       }
     } else {
-      top(states, row) = -kInfinity;
+      layout_.top(states, row) = -kInfinity;
     }
-    sum_of(states, row) = sum(sums);
-    float* result = states + row * state_floats(a_);
-    for (int64_t i = 0; i < width_; i += kLanes) store(result + i, F32{});
+    layout_.sum_of(states, row) = sum(sums);
+    float* result = states + row * layout_.stride;
+    for (int64_t i = 0; i < layout_.width; i += kLanes) store(result + i, F32{});
   }
 
   // From a row's first weight to that of a position of the piece, an even one: in floats, or in words of two. Weights take
   // the place of the scores: a pair's is written when its scores have been read.
   static int64_t weight_offset(int64_t position) { return by_pairs ? position / 2 : position; }
-
-  // Of whole vectors; a NaN is passed over. Four chains, as one would be waited for.
-  static float largest(const float* scores, int32_t begin, int32_t end) {
-    F32 a = splat(-kInfinity), b = a, c = a, d = a;
-    int32_t i = begin;
-    for (; i + 3 * kLanes < end; i += 4 * kLanes) {
-      a = max(load(scores + i), a);
-      b = max(load(scores + i + kLanes), b);
-      c = max(load(scores + i + 2 * kLanes), c);
-      d = max(load(scores + i + 3 * kLanes), d);
-    }
-    for (; i < end; i += kLanes) a = max(load(scores + i), a);
-    return max(max(max(a, b), max(c, d)));
-  }
-
-  // What a score is besides the product of query and key.
-  void finish_scores(int64_t row, int64_t piece_begin, int32_t begin, int32_t end) {
-    float* scores = scores_ + row * kPiece;
-    const int32_t distance = static_cast<int32_t>(piece_begin - (sight_.first_position + row / group_));
-    const float slope = a_.alibi ? a_.alibi[head_of(row)] * kLog2e : 0.0f;
-    for (int32_t i = begin; i < end; i += kLanes) {
-      F32 s = load(scores + i);
-      if (kScaled) s *= load(key_scales_ + i);
-      if (a_.soft_cap > 0.0f) s = soft_capped(s, a_.soft_cap) * kLog2e;
-      if (a_.alibi) s = fma(__builtin_convertvector(counting() + (i + distance), F32), splat(slope), s);
-      store(scores + i, s);
-    }
-  }
-
-  static I32 counting() {
-    I32 x;
-    for (int i = 0; i < kLanes; ++i) x[i] = i;
-    return x;
-  }
 
   // Adds the weighted values to the states.
   void accumulate(Range panels, int64_t piece_begin, float* states) {
@@ -313,16 +261,15 @@ class Tile {
   void add_tokens(const T* values, const T* next, Range tokens, int64_t query, int64_t queries, const float* rows,
                   float* states) {
     const float* weights = rows + query * group_ * kPiece;
-    float* sums = states + query * group_ * state_floats(a_);
+    float* sums = states + query * group_ * layout_.stride;
     int64_t token = tokens.begin;
     const auto add_one = [&] {
 #if defined(OCTAVO_ISA_avx512_bf16)
       if constexpr (by_pairs)
-        return add_token_of_pair(weights, kPiece, queries * group_, values, token++, padded_, width_, sums,
-                                 state_floats(a_));
+        return add_token_of_pair(weights, kPiece, queries * group_, values, token++, padded_, layout_.width, sums,
+                                 layout_.stride);
 #endif
-      add_token(weights, kPiece, queries * group_, values, token++, padded_, width_, sums,
-                state_floats(a_));
+      add_token(weights, kPiece, queries * group_, values, token++, padded_, layout_.width, sums, layout_.stride);
     };
     if (token % 2 == 1 && token < tokens.end) add_one();
     const int64_t pairs = (tokens.end - token) / 2;
@@ -342,12 +289,12 @@ class Tile {
     p.segments = count;
     p.pair_stride = 2 * padded_;
     p.pairs = pairs;
-    p.sum_stride = state_floats(a_);
+    p.sum_stride = layout_.stride;
     p.start_stride = p.sum_stride;
-    for (int64_t d = 0; d < width_; d += 2 * kPanel) {
+    for (int64_t d = 0; d < layout_.width; d += 2 * kPanel) {
       for (int i = 0; i < 2; ++i) {
         const int64_t column = (d + i * kPanel) * Pairs<T>::kColumn;
-        const bool beyond = d + i * kPanel >= width_;
+        const bool beyond = d + i * kPanel >= layout_.width;
         for (int s = 0; s < count; ++s) {
           p.panels[i][s] = beyond ? nullptr : values[s] + column;
           p.ahead[i][s] = beyond ? nullptr : next[s] + column;
@@ -365,7 +312,8 @@ class Tile {
   const AttentionItem& item_;
   Panels<T> panels_;
   Sight sight_;
-  int64_t group_, rows_, head_dim_, padded_, width_;  // width_: padded_ of a value
+  int64_t group_, rows_, head_dim_, padded_;
+  StateLayout layout_;
   float *query_, *scores_, *state_, *total_, *key_scales_, *value_scales_;
 };
 

@@ -12,5 +12,4 @@ void bind_sampling(nanobind::module_& m);
 void bind_moe(nanobind::module_& m);
 void bind_lora(nanobind::module_& m);
 void bind_lookup(nanobind::module_& m);
-void bind_screening(nanobind::module_& m);
 }  // namespace octavo

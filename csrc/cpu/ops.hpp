@@ -33,7 +33,6 @@ struct Step {
   const int64_t* sampled_rows = nullptr;  // [sampled]: which tokens
   const int32_t* adapters = nullptr;      // [T]: slot of each token's adapter, -1 for none; null: no token has one
   const int64_t* adapter_rows = nullptr;  // of an operation over other rows: whose adapters they have; null: their own
-  bool only_most_likely = false;          // of each sampled row no more is wanted than the most likely token
 
   // The same step as a layer of this KV group sees it.
   Step of_group(int64_t group) const {

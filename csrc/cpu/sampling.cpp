@@ -190,38 +190,10 @@ int64_t count_greater(const float* row, int64_t size, float logit) {
   return count;
 }
 
-// ---- exact logits among approximate ones --------------------------------------------------------------------------
+// ---- the race -----------------------------------------------------------------------------------------------------
 
 OCTAVO_INLINE F32 or_infinity(F32 x, Full) { return x; }
 OCTAVO_INLINE F32 or_infinity(F32 x, Tail tail) { return lane_numbers() < tail.lanes ? x : splat(kInfinity); }
-
-float bound_logits(float* row, int64_t begin, int64_t end, const LogitErrors& errors) {
-  F32 lowest = splat(kInfinity);  // of error - logit
-  for_vectors(end - begin, [&](int64_t offset, auto lanes) {
-    const int64_t i = begin + offset;
-    const F32 rest = fma(load(errors.of_rest + i, lanes), splat(errors.rest), splat(errors.floor));
-    const F32 error = fma(load(errors.of_inputs + i, lanes), splat(errors.inputs), rest);
-    const F32 logit = load(row + i, lanes);
-    lowest = min(or_infinity(error - logit, lanes), lowest);
-    store(row + i, logit + error, lanes);
-  });
-  return max(-lowest);
-}
-
-int64_t groups_reaching(const float* row, int64_t size, int64_t begin, int64_t end, float least, int32_t* groups) {
-  int64_t count = 0;
-  for (int64_t group = begin; group < end; ++group) {
-    const int64_t first = group * kTokenGroup;
-    I32 reach = {};
-    for_vectors(first + kTokenGroup <= size ? kTokenGroup : size - first, [&](int64_t offset, auto lanes) {
-      reach |= -or_infinity(-load(row + first + offset, lanes), lanes) >= least;
-    });
-    if (any(reach)) groups[count++] = static_cast<int32_t>(group);
-  }
-  return count;
-}
-
-// ---- the race -----------------------------------------------------------------------------------------------------
 
 OCTAVO_INLINE F32 bound_of(F32 logits, I32 ids, const Race& race) {
   const U32 bits = random_bits((U32)ids, race.key);
@@ -263,7 +235,7 @@ void lowest_bounds(const Tokens& tokens, const Race& race, float* out) {
 
 const SamplingTable* sampling_table() {
   static const SamplingTable table{apply_mask, survey, within, weights, mass, count_greater,
-                                   bound_logits, groups_reaching, bounds, lowest_bounds};
+                                   bounds, lowest_bounds};
   return &table;
 }
 

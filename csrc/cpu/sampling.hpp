@@ -38,19 +38,9 @@ struct Race {
   const uint32_t* key;
 };
 
-// What a row's approximate logits may differ from the exact ones by: of_inputs[i] * inputs + of_rest[i] * rest + floor, for
-// token i; all are positive.
-struct LogitErrors {
-  const float* of_inputs;
-  const float* of_rest;
-  float inputs, rest, floor;
-};
-
 // Bounds are reduced by blocks of so many tokens, and greatest logits by columns of so many.
 constexpr int64_t kRaceBlock = 256;
 constexpr int64_t kColumn = 16;
-// A group of columns of packed weights (kGroup of gemm.hpp).
-constexpr int64_t kTokenGroup = 16;
 
 struct SamplingTable {
   // Writes -infinity to the tokens whose bit is clear: bit i % 32 of word i / 32 is token i's.
@@ -66,12 +56,6 @@ struct SamplingTable {
   double (*mass)(const float* logits, int64_t size, float top, float temperature);
   // How many logits are greater.
   int64_t (*count_greater)(const float* row, int64_t size, float logit);
-  // Replaces approximate logits [begin, end) by bounds that the exact ones are not above; returns one that the greatest of
-  // them is not below.
-  float (*bound_logits)(float* row, int64_t begin, int64_t end, const LogitErrors& errors);
-  // Writes which groups of kTokenGroup tokens, from group begin up to end, have one that is not below `least`; returns how
-  // many. The last group of a row may be smaller.
-  int64_t (*groups_reaching)(const float* row, int64_t size, int64_t begin, int64_t end, float least, int32_t* groups);
   // The bounds of tokens [begin, end).
   void (*bounds)(const Tokens&, const Race&, int64_t begin, int64_t end, float* out);
   // The lowest bound of each block of kRaceBlock tokens, the last maybe shorter.

@@ -66,7 +66,7 @@ def add_sampling_flags(
     for field in msgspec.structs.fields(SamplingParams):
         if field.name not in HELP or field.name in leave_out:
             continue
-        default = {**dict(defaults or {})}.get(field.name, field.default)
+        default = (defaults or {}).get(field.name, field.default)
         if default is None and field.default is not None:
             default = "none"  # a value that the command chooses, not the absence of one
         group.add_argument(
@@ -145,7 +145,7 @@ def read_sampling_params(arguments: Arguments, defaults: Mapping[str, Any] | Non
     Raises:
         InvalidRequestError: a value is out of range.
     """
-    return SamplingParams(**{**dict(defaults or {}), **arguments.group(PREFIX)})
+    return SamplingParams(**{**(defaults or {}), **arguments.group(PREFIX)})
 
 
 def _argument_options(kind: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Engine options and keywords of vLLM about which Octavo has no choice: accepted where they ask for what it does.
+"""Options and keywords about which Octavo has no choice, vLLM's and former ones: accepted if they ask for what it does.
 
 All sources of options know them (keywords, YAML, variables, flags, which help leaves out). They change nothing: a value
 that would is refused with the reason. An entry goes when its option becomes one of ``EngineConfig``, or its keyword one
@@ -65,6 +65,7 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "mm_processor_kwargs": ForeignOption((None, {}), _TEXT_ALONE),
     "allowed_local_media_path": ForeignOption(("", None), _TEXT_ALONE),
     "disable_mm_preprocessor_cache": ON_OR_OFF,
+    "screen_lm_head": ForeignOption((False,), "the language-model head has no copy in fewer bits any more"),
     # Workers
     "decode_context_parallel_size": ForeignOption((1,), _ONE_WORKER),
     "enable_expert_parallel": ForeignOption((False,), _ONE_WORKER),

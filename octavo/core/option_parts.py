@@ -61,13 +61,6 @@ class ModelOptions(OptionPart):
         "they are; else none, so that quantised checkpoints are dequantised; the built-in models are served in dtype. "
         "gptq, awq and compressed-tensors mean auto for such a checkpoint.",
     )
-    screen_lm_head: bool = Field(
-        False,
-        description="On a CPU, for models in bfloat16 or float32: keep a second copy of the language-model head, in 8 "
-        "bits. Steps with few tokens whose requests are all greedy, without logprobs, penalties or other changes of "
-        "logits, find with it the tokens that can be the most likely, and compute exactly these. The same tokens in "
-        "less time, for half the head's memory more (of bfloat16).",
-    )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto",
         description="Where the weights come from: the checkpoint (auto, safetensors), or nowhere: random numbers of "

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from octavo.core.errors import ConfigError
-from octavo.data.generator import Columns, Generator
+from octavo.data.generator import Generator
 
 
 class Format(ABC):
@@ -25,7 +25,7 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def answer(self, path: Path, start: int, rows: int, generator: Generator, columns: Columns, target: Path) -> int:
+    def answer(self, path: Path, start: int, rows: int, generator: Generator, target: Path) -> int:
         """Writes a part of ``path`` with its answers to ``target``; returns how many rows have failed.
 
         Raises:
@@ -50,10 +50,10 @@ class JsonLines(Format):
         if count:
             yield start, count
 
-    def answer(self, path: Path, start: int, rows: int, generator: Generator, columns: Columns, target: Path) -> int:
+    def answer(self, path: Path, start: int, rows: int, generator: Generator, target: Path) -> int:
         """See ``Format``."""
         found = [_parse(line) for line in _lines(path, start, rows)]
-        good = [row for row in found if isinstance(row, dict)]
+        good, columns = [row for row in found if isinstance(row, dict)], generator.columns
         for given in good:
             columns.check([columns.prompt, *given])  # a row without a prompt fails alone
         answers = iter(generator.answer([given.get(columns.prompt) for given in good]))
@@ -79,13 +79,13 @@ class Parquet(Format):
         for start in range(0, total, rows):
             yield start, min(rows, total - start)
 
-    def answer(self, path: Path, start: int, rows: int, generator: Generator, columns: Columns, target: Path) -> int:
+    def answer(self, path: Path, start: int, rows: int, generator: Generator, target: Path) -> int:
         """See ``Format``."""
         import pyarrow.parquet as pq
 
-        table = generator.add_columns(self._read(path, start, rows), columns)
+        table = generator(self._read(path, start, rows))
         pq.write_table(table, target)
-        return rows - int(table.column(columns.error).null_count)
+        return rows - int(table.column(generator.columns.error).null_count)
 
     def _read(self, path: Path, start: int, rows: int) -> Any:
         import pyarrow as pa

@@ -51,9 +51,12 @@ class Answer:
 
 
 class Generator:
-    """Completes prompts: texts, token ids, or conversations (lists of messages, for the chat template)."""
+    """Completes prompts: texts, token ids, or conversations (lists of messages, for the chat template).
 
-    def __init__(self, engine_options: Mapping[str, Any], params: Params) -> None:
+    The actor of ``octavo.data.generate``.
+    """
+
+    def __init__(self, engine_options: Mapping[str, Any], params: Params, columns: Columns) -> None:
         """Loads the model.
 
         Raises:
@@ -63,6 +66,7 @@ class Generator:
 
         self._llm = LLM(**engine_options)
         self._params = params
+        self.columns = columns
 
     @property
     def several(self) -> bool:
@@ -85,10 +89,11 @@ class Generator:
                 answers[i] = self._make_answer(output)
         return answers
 
-    def add_columns(self, table: pa.Table, columns: Columns) -> pa.Table:
+    def __call__(self, table: pa.Table) -> pa.Table:
         """The table with the columns of outputs and errors."""
         import pyarrow as pa
 
+        columns = self.columns
         columns.check(table.column_names)
         answers = self.answer(table.column(columns.prompt).to_pylist())
         kind = pa.list_(pa.string()) if self.several else pa.string()

@@ -120,10 +120,8 @@ class _Parts:
     def __init__(
         self, engine_options: Mapping[str, Any], params: Params, columns: Columns, folder: Path, suffix: str
     ) -> None:
-        self._generator = Generator(engine_options, params)
-        self._columns = columns
-        self._folder = folder
-        self._suffix = suffix
+        self._generator = Generator(engine_options, params, columns)
+        self._folder, self._suffix = folder, suffix
 
     def __call__(self, table: pa.Table) -> dict[str, list[int]]:
         return {"failed": [self._answer(text) for text in table.column("part").to_pylist()]}
@@ -133,9 +131,7 @@ class _Parts:
         target = part.path(self._folder, self._suffix)
         temporary = self._folder / f"{_UNFINISHED}{uuid.uuid4().hex}"
         try:
-            failed = FORMATS[self._suffix].answer(
-                Path(part.file), part.start, part.rows, self._generator, self._columns, temporary
-            )
+            failed = FORMATS[self._suffix].answer(Path(part.file), part.start, part.rows, self._generator, temporary)
             _publish(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)

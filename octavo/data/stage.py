@@ -13,7 +13,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.data.generator import Columns, Generator, Params
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    pass
 
 #: Prompts that an actor completes at once. More keep the engine fuller; a stop loses those that are under way.
 BATCH_SIZE = 512
@@ -57,7 +57,7 @@ def generate(
     config = make_engine_config(model, engine_options)
     return map_batches(
         dataset,
-        _Batches,
+        Generator,
         (
             config.model_dump(exclude_unset=True),
             sampling_params or SamplingParams(),
@@ -67,17 +67,6 @@ def generate(
         concurrency=concurrency,
         ray_remote_args=ray_remote_args or default_resources(config),
     )
-
-
-class _Batches:
-    """The actor of ``generate``."""
-
-    def __init__(self, engine_options: Mapping[str, Any], params: Params, columns: Columns) -> None:
-        self._generator = Generator(engine_options, params)
-        self._columns = columns
-
-    def __call__(self, table: pa.Table) -> pa.Table:
-        return self._generator.add_columns(table, self._columns)
 
 
 def import_ray() -> Any:

@@ -6,7 +6,6 @@ import difflib
 import functools
 import itertools
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -229,18 +228,9 @@ class AdapterRegistry:
         if adapter.leaving and not adapter.num_requests:
             self._forget(adapter)
 
-    @property
-    def in_use(self) -> bool:
-        """Whether any open request has an adapter."""
-        return bool(self._open)
-
     def open_requests(self) -> Iterator[tuple[int, str]]:
         """Group and adapter's name of each open request that has one."""
         return iter(self._open.items())
-
-    def num_requests(self) -> Counter[str]:
-        """Open requests by adapter's name; those without one are not counted."""
-        return Counter(self._open.values())
 
     def _unpin(self, adapter: Adapter) -> None:
         was_pinned, adapter.pinned = adapter.pinned, False

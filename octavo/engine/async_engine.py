@@ -28,7 +28,7 @@ from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.adapters import AdapterRegistry
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.front_end import FrontEnd
-from octavo.engine.input_processor import InputProcessor, ProcessedRequest
+from octavo.engine.input_processor import InputProcessor
 from octavo.engine.model_files import check_classes, find_model
 from octavo.engine.output_processor import RequestState, check_increments
 from octavo.engine.replicas import Replicas
@@ -146,7 +146,7 @@ class AsyncEngine:
         except BaseException:
             await replicas.kill()
             raise
-        self.front_end = front_end = FrontEnd(files, ready.max_model_len)
+        self.front_end = front_end = FrontEnd(files, ready.max_model_len, sends=True)
         self.tokenizer, self.inputs, self.adapters = front_end.tokenizer, front_end.inputs, front_end.adapters
         self.model_config, self.max_model_len = ready.model_config, ready.max_model_len
         self.adapters.on_unpin = lambda key: replicas.send_all(Call(NO_REPLY, "unpin_adapter", [key]))
@@ -223,20 +223,22 @@ class AsyncEngine:
         prompt, options, adapter = await self.front_end.prepare(prompt, params, options)
         # Nothing is awaited below: the adapter stays loaded until the request counts as its user.
         self._check_accepts("a request")
-        request = self.front_end.process(request_id, prompt, params, options, adapter)
-        return self._send(request, streaming=streaming)
+        return self._send(self.front_end.add(request_id, prompt, params, options, adapter, streaming=streaming))
 
     def _check_accepts(self, what: str) -> None:
         self.check_alive()
         if self.is_sleeping:
             raise EngineStateError(f"the engine sleeps: wake_up(), or POST /wake_up, must come before {what}")
 
-    def _send(self, request: ProcessedRequest, *, streaming: bool, replica: int | None = None) -> RequestStream:
+    def _send(self, request: RequestState, replica: int | None = None) -> RequestStream:
         """Gives a request to ``replica``, or to the one that the router chooses."""
-        self._replicas.add(request.group, replica)
-        stream = RequestStream(self.front_end.open(request, streaming=streaming), self._abandon)
-        self._streams[request.request_id] = stream
-        self._queued.add(request.group.group_id, len(request.prompt_token_ids))
+        try:
+            self._replicas.add(request.source.group, replica)
+        except OctavoError:
+            self.front_end.discard(request)
+            raise
+        stream = self._streams[request.request_id] = RequestStream(request, self._abandon)
+        self._queued.add(request.group_id, len(request.source.prompt_token_ids))
         self._nothing_open.clear()
         return stream
 
@@ -244,8 +246,8 @@ class AsyncEngine:
         prefixes = self.front_end.prefixes
         try:
             for replica in self._replicas.router.alive:  # each has a KV cache of its own
-                request = prefixes.request(prefix)
-                with contextlib.closing(self._send(request, streaming=False, replica=replica)) as stream:
+                request = self.front_end.outputs.open(prefixes.request(prefix), streaming=False)
+                with contextlib.closing(self._send(request, replica)) as stream:
                     output = await anext(stream)
         except BaseException:  # such as a cancellation
             prefixes.discard(prefix)

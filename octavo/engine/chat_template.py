@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -128,9 +128,27 @@ def render_chat(
             conversation; with its own words.
         TokenizerError: the template is not valid, or does what a template must not.
     """
+    given = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    return _render(template, list(_checked(messages)), **given, tools=tools, call_format=call_format, **variables)
+
+
+def _checked(messages: object) -> list[_Message]:
     checked = [_message(i, message) for i, message in enumerate(_listed("messages", messages))]
     if not checked:
         raise InvalidRequestError("messages must not be empty")
+    return checked
+
+
+def _render(
+    template: str,
+    checked: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    call_format: CallFormat | None = None,
+    **variables: Any,
+) -> str:
     if continue_final_message:
         if add_generation_prompt:
             raise InvalidRequestError(
@@ -154,31 +172,66 @@ def render_chat(
     return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
 
 
-def render_and_compare(
+def render_and_read(
     template: str,
     messages: Sequence[Mapping[str, Any]],
-    others: Sequence[Sequence[Mapping[str, Any]]],
+    fields: Sequence[tuple[int, str]],
     options: Mapping[str, Any],
 ) -> tuple[str, list[bool]]:
-    """What a template writes of a conversation, and whether it writes the same of each other one.
+    """What a template writes of a conversation, and which fields of its messages it has read.
 
     Args:
         template: its text.
         messages: the conversation.
-        others: conversations that the template may refuse.
+        fields: (index of a message, name) of those that are asked about.
         options: keywords of ``render_chat``.
 
     Raises:
         InvalidRequestError, TokenizerError: as ``render_chat``.
     """
-    text = render_chat(template, messages, **options)
-    same = []
-    for other in others:
-        try:
-            same.append(render_chat(template, other, **options) == text)
-        except InvalidRequestError:
-            same.append(False)
-    return text, same
+    checked = _checked(messages)
+    text = _render(template, list(checked), **options)
+    return text, [name in checked[index].read for index, name in fields]
+
+
+class _Message(dict[str, Any]):
+    """A message that notes which of its fields a template reads."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read = set[str]()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dict."""
+        self.read.add(name)
+        return super().get(name, default)
+
+    def _all(self) -> dict[str, Any]:
+        self.read |= set(super().keys())
+        return dict(super().items())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def keys(self) -> Any:
+        """As of a dict."""
+        return self._all().keys()
+
+    def values(self) -> Any:
+        """As of a dict."""
+        return self._all().values()
+
+    def items(self) -> Any:
+        """As of a dict."""
+        return self._all().items()
+
+    def copy(self) -> dict[str, Any]:
+        """As of a dict."""
+        return self._all()
 
 
 class _ExpressionError(InvalidRequestError):
@@ -222,7 +275,7 @@ def _listed(name: str, value: object) -> Sequence[Any]:
     return value
 
 
-def _message(index: int, message: object) -> dict[str, Any]:
+def _message(index: int, message: object) -> _Message:
     """A message as templates expect it: plain data, text content, no key without a value."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
@@ -240,7 +293,7 @@ def _message(index: int, message: object) -> dict[str, Any]:
         raise InvalidRequestError(f"{where} ({role}) has no content")
     for k, call in enumerate(_listed(f"{where}.tool_calls", plain.get("tool_calls", []))):
         _parse_arguments(f"{where}.tool_calls[{k}]", call)
-    return plain
+    return _Message(plain)
 
 
 def _content(where: str, content: object) -> str:

@@ -20,8 +20,9 @@ from octavo.core.preparations import adapter_preparation, limits_of
 from octavo.core.startup import StartupFacts
 from octavo.engine.draft_vocabulary import check_draft_model
 from octavo.engine.step_loop import StepLoop
-from octavo.executor.executor import Executor, make_executor
+from octavo.executor.executor import Executor
 from octavo.executor.external import without_clock
+from octavo.executor.factory import make_executor
 from octavo.kernels import resolve_device
 from octavo.memory.block_manager import BlockManager
 from octavo.models.config import read_model_config

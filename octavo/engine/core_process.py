@@ -133,7 +133,7 @@ class CoreLoop:
         """Runs until ``Shutdown``."""
         while self._receive_messages():
             if self._core.scheduler.has_work:
-                self._step()
+                self._outbox.send(StepDone(*self._meter.step()))
 
     def _receive_messages(self) -> bool:
         """Handles the messages that have arrived; waits for one if there is no work. False: shut down."""
@@ -143,25 +143,22 @@ class CoreLoop:
         while not busy and not self._inbox.wait(self._health_interval):
             self._core.executor.check_health()
         while (message := self._inbox.receive()) is not None:
-            if isinstance(message, Shutdown):
-                return False
-            self._handle(message)
+            match message:
+                case Add(request):
+                    self._core.scheduler.add(request)
+                case Abort(group_id):
+                    self._core.abort(group_id)
+                case Stop(group_id, index):
+                    self._core.stop(group_id, index)
+                case Unpin(name):
+                    self._core.blocks.pinned.remove(name)
+                case Call(call_id, method, args):
+                    self._outbox.send(self._reply(call_id, method, args))
+                case Shutdown():
+                    return False
         if busy and not self._core.scheduler.has_work:  # emptied by aborts: no step follows that would report it
             self._outbox.send(StepDone(EngineCoreOutputs(), self._meter.emptied()))
         return True
-
-    def _handle(self, message: ToCore) -> None:
-        match message:
-            case Add(request):
-                self._core.scheduler.add(request)
-            case Abort(group_id):
-                self._core.abort(group_id)
-            case Stop(group_id, index):
-                self._core.stop(group_id, index)
-            case Unpin(name):
-                self._core.blocks.pinned.remove(name)
-            case Call(call_id, method, args):
-                self._outbox.send(self._reply(call_id, method, args))
 
     def _reply(self, call_id: int, method: str, args: list[Any]) -> Reply:
         encoded, error = msgspec.msgpack.encode(None), None
@@ -179,9 +176,6 @@ class CoreLoop:
         except Exception as e:  # raised again in the caller
             error = f"{type(e).__name__}: {e}"
         return Reply(call_id, msgspec.Raw(encoded), error)
-
-    def _step(self) -> None:
-        self._outbox.send(StepDone(*self._meter.step()))
 
 
 def serve(folder: Path) -> None:

@@ -12,11 +12,12 @@ from octavo.core.adapters import AdapterRef, LoRARequest
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import InvalidRequestError
+from octavo.core.messages import check_sendable
 from octavo.core.prompts import Prompt
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.adapters import make_registry
-from octavo.engine.input_processor import InputProcessor, ProcessedRequest
+from octavo.engine.input_processor import InputProcessor
 from octavo.engine.model_files import ModelFiles
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.shared_prefixes import SharedPrefixes
@@ -28,13 +29,16 @@ LONG_TEXT = 8192
 class FrontEnd:
     """Owns the open requests of an engine, and all that they need outside of its cores. For one thread.
 
-    Invariant: an adapter that a request names is in use from ``open`` until the request has ended, in whichever way.
+    Invariant: an adapter that a request names is in use from ``add`` until the request has ended, in whichever way.
     """
 
-    def __init__(self, files: ModelFiles, max_model_len: int) -> None:
-        """``max_model_len``: the longest sequence that a core can hold, in tokens, prompt and output together."""
+    def __init__(self, files: ModelFiles, max_model_len: int, *, sends: bool) -> None:
+        """``max_model_len``: the longest sequence that a core can hold, in tokens, prompt and output together.
+
+        ``sends``: requests go to another process, so that code cannot be part of them.
+        """
         self.files = files
-        self.max_model_len = max_model_len
+        self._sends = sends
         self.tokenizer = files.tokenizer
         self.inputs = InputProcessor(files, max_model_len)
         self.outputs = OutputProcessor(files.tokenizer)
@@ -47,7 +51,7 @@ class FrontEnd:
     async def prepare(
         self, prompt: Prompt, params: SamplingParams | BeamSearchParams | None, options: RequestOptions
     ) -> tuple[Prompt, RequestOptions, AdapterRef | None]:
-        """What ``process`` takes, after all that takes long, so that it does not: done in threads and in the sandbox.
+        """What ``add`` takes, after all that takes long, so that it does not: done in threads and in the sandbox.
 
         Long texts are tokenized, the grammar of structured output is compiled, and the adapter is read, if it is new.
 
@@ -86,30 +90,32 @@ class FrontEnd:
                     return self.adapters.load(request)
         return ref
 
-    def process(
+    def add(
         self,
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | None,
         options: RequestOptions,
         adapter: AdapterRef | None,
-    ) -> ProcessedRequest:
-        """The request that ``open`` begins; without ``params`` it has the model's defaults.
+        *,
+        streaming: bool,
+    ) -> RequestState:
+        """Begins a request, which goes to a core now; without ``params`` it has the model's defaults.
+
+        ``adapter``: what ``options`` name. If ``streaming``, there is an output after each step, else one at the end.
 
         Raises:
-            InvalidRequestError: its id is in use, or as ``InputProcessor.process``.
+            InvalidRequestError: its id is in use, or as ``InputProcessor.process``; nothing is changed.
         """
         if request_id in self.outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
         params = params if params is not None else self.inputs.default_params()
-        return self.inputs.process(request_id, prompt, params, options, adapter)
-
-    def open(self, request: ProcessedRequest, *, streaming: bool) -> RequestState:
-        """Begins a request that goes to a core now. If ``streaming``, it has an output after each step."""
-        state = self.outputs.open(request, streaming=streaming)
-        if request.group.adapter is not None:
-            self.adapters.begin(request.group.group_id, request.group.adapter)
-        return state
+        request = self.inputs.process(request_id, prompt, params, options, adapter)
+        if self._sends:
+            check_sendable(request.group)
+        if adapter is not None:
+            self.adapters.begin(request.group.group_id, adapter)
+        return self.outputs.open(request, streaming=streaming)
 
     def receive(self, outputs: EngineCoreOutputs) -> tuple[list[RequestState], list[tuple[int, int]]]:
         """Adds what a step gave; see ``OutputProcessor.process``."""

@@ -14,12 +14,8 @@ None of the last two is done to a process that uses ``LLM``: its collector belon
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 #: New containers, less those freed, before a collection of the youngest generation; such collections before one of the
 #: next; and these before a full one: a million containers, some 100 MB. Python's are 700, 10 and 10. A collection of
@@ -38,20 +34,6 @@ def settle_collector() -> None:
     gc.enable()
 
 
-@contextlib.contextmanager
-def settled_collector() -> Iterator[None]:
-    """``settle_collector`` for a while: a measurement in a process that does other things, too."""
-    before, enabled = gc.get_threshold(), gc.isenabled()
-    settle_collector()
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
-        if not enabled:
-            gc.disable()
-
-
 class IdleCollector:
     """Full collections while a process has nothing to do, so that they seldom fall into a step."""
 
@@ -64,31 +46,3 @@ class IdleCollector:
         if (youngest > _WORTH_WHILE or any(others)) and time.monotonic() - self._last >= IDLE_INTERVAL:
             gc.collect()
             self._last = time.monotonic()
-
-
-@dataclass(slots=True)
-class Collections:
-    """Collections while it is in use (``with Collections() as collections``)."""
-
-    #: By generation, the youngest first.
-    counts: list[int] = field(default_factory=lambda: [0, 0, 0])
-    #: Processor time of the thread in them, in seconds: in all, and of the longest.
-    seconds: float = 0.0
-    longest: float = 0.0
-    _start: float = 0.0
-
-    def __enter__(self) -> Collections:
-        gc.callbacks.append(self._on_collection)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        gc.callbacks.remove(self._on_collection)
-
-    def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
-        if phase == "start":
-            self._start = time.thread_time()
-            return
-        seconds = time.thread_time() - self._start
-        self.counts[info["generation"]] += 1
-        self.seconds += seconds
-        self.longest = max(self.longest, seconds)

@@ -103,8 +103,9 @@ class InputProcessor:
         text, token_ids = self.read_prompt(prompt)
         virtual = 0 if adapter is None else adapter.num_virtual_tokens
         params.validate()  # a field may have been assigned after construction
-        if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
-            token_ids = token_ids[-self._prompt_room(params, params.truncate_prompt_tokens, virtual) :]
+        if isinstance(params, SamplingParams) and (most := params.truncate_prompt_tokens) is not None:
+            room = self.max_model_len - virtual - (1 if params.max_tokens is None else params.max_tokens)
+            token_ids = token_ids[-(max(1, room) if most == -1 else most) :]
         token_ids = self._check_prompt(token_ids, virtual, samples=params.max_tokens != 0)
         predicted = self._read_prediction(options.prediction)
         limit = self._max_tokens(params.max_tokens, len(token_ids), virtual)
@@ -112,7 +113,7 @@ class InputProcessor:
         group = EngineCoreRequest(
             group_id=self._next_group_id,
             prompt_token_ids=[*range(self.vocab_size, self.vocab_size + virtual), *token_ids] if virtual else token_ids,
-            task=self._beam(fitted) if isinstance(fitted, BeamSearchParams) else self._generate(fitted),
+            task=self._task(fitted),
             arrival_time=arrival,
             options=msgspec.structs.replace(options, **_RESOLVED),
             adapter=adapter,
@@ -125,12 +126,11 @@ class InputProcessor:
         """New parameters for a request that brings none: the model's own defaults, and for the rest those here."""
         return SamplingParams(**self.default_sampling)
 
-    def _beam(self, params: BeamSearchParams) -> Beam:
-        self.tokenizer.check_can_decode()
-        self._unseeded += 1  # the seed of the next request does not depend on the task of this one
-        return Beam(params, [] if params.ignore_eos else list(self.eos_token_ids))
-
-    def _generate(self, params: SamplingParams) -> Generate:
+    def _task(self, params: SamplingParams | BeamSearchParams) -> Generate | Beam:
+        if isinstance(params, BeamSearchParams):
+            self.tokenizer.check_can_decode()
+            self._unseeded += 1  # the seed of the next request does not depend on the task of this one
+            return Beam(params, [] if params.ignore_eos else list(self.eos_token_ids))
         self._check_params(params)
         bad_words = [ids for word in params.bad_words or () for ids in self.tokenizer.bad_word_ids(word)]
         stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(self.eos_token_ids))
@@ -174,12 +174,6 @@ class InputProcessor:
         if text is not None:
             return text, self.tokenizer.encode(text)
         raise InvalidRequestError("a prompt given as a dictionary needs 'prompt' (text) or 'prompt_token_ids'")
-
-    def _prompt_room(self, params: SamplingParams, wanted: int, virtual: int) -> int:
-        """Most prompt tokens that ``truncate_prompt_tokens`` leaves beside virtual ones; at least one."""
-        if wanted != -1:
-            return wanted
-        return max(1, self.max_model_len - virtual - (1 if params.max_tokens is None else params.max_tokens))
 
     def _check_prompt(self, token_ids: Sequence[int], virtual: int, *, samples: bool) -> list[int]:
         """The token ids, as plain integers, if they can be served: behind so many virtual tokens, and with a token

@@ -19,7 +19,6 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm_arguments import (
     Conversation,
     as_messages,
-    is_conversation,
     is_single,
     refused,
     template_variables,
@@ -125,7 +124,7 @@ class LLM(LLMEngine):
             AdapterError: the adapter of a single prompt cannot be used.
         """
         check_request_keywords("generate", keywords)
-        single = is_single(prompts)
+        single = is_single("prompts", prompts, int, "text, token ids, a dictionary or a list of these")
         many = [cast(Prompt, prompts)] if single else list(cast("Sequence[Prompt]", prompts))
         options = options_for_each("generate", keywords, len(many))
         return self._run([(p, None) for p in many], sampling_params, use_tqdm, options, single)
@@ -187,7 +186,7 @@ class LLM(LLMEngine):
             TokenizerError: the template is not valid.
         """
         check_request_keywords("chat", keywords)
-        single = is_conversation(messages)
+        single = is_single("messages", messages, dict, "a text, messages or a list of conversations")
         conversations = [cast("Conversation", messages)] if single else list(cast("Sequence[Conversation]", messages))
         options = {
             "add_generation_prompt": add_generation_prompt,

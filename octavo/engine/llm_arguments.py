@@ -15,22 +15,17 @@ Message = dict[str, Any]
 Conversation = Sequence[Message] | Message | str
 
 
-def is_single(prompts: object) -> bool:
-    """Whether this is one prompt and not a list of them: a list of integers is one prompt's token ids."""
-    if isinstance(prompts, (str, dict)):
-        return True
-    if isinstance(prompts, (list, tuple)):
-        return bool(prompts) and isinstance(prompts[0], int)
-    raise InvalidRequestError(f"prompts must be text, token ids, a dictionary or a list of these, not {prompts!r}")
+def is_single(name: str, value: object, first: type, forms: str) -> bool:
+    """Whether this is one prompt or conversation, and not a list of them; ``first``: the type of what one begins with.
 
-
-def is_conversation(messages: object) -> bool:
-    """Whether this is one conversation and not a list of them."""
-    if isinstance(messages, (str, dict)):
+    Raises:
+        InvalidRequestError: it is neither; ``forms`` are what it may be.
+    """
+    if isinstance(value, (str, dict)):
         return True
-    if isinstance(messages, (list, tuple)):
-        return bool(messages) and isinstance(messages[0], dict)
-    raise InvalidRequestError(f"messages must be a text, messages or a list of conversations, not {messages!r}")
+    if isinstance(value, (list, tuple)):
+        return bool(value) and isinstance(value[0], first)
+    raise InvalidRequestError(f"{name} must be {forms}, not {value!r}")
 
 
 def as_messages(conversation: Conversation) -> Sequence[Message]:

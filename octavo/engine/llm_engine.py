@@ -11,7 +11,6 @@ from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.errors import EngineStateError, memory_errors
 from octavo.core.interrupts import HeldInterrupts, holding_interrupts
-from octavo.core.messages import check_sendable
 from octavo.core.outputs import RequestOutput
 from octavo.core.prompts import Prompt
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options_from_keywords
@@ -52,7 +51,7 @@ class LLMEngine:
             self.core = core or EngineCore(files.options, files.folder)
             self._stat_loggers = make_stat_loggers(files.options, stat_loggers)
             self._meter = StepMeter(self.core) if self._stat_loggers else None
-            self.front_end = FrontEnd(files, self.core.max_model_len)
+            self.front_end = FrontEnd(files, self.core.max_model_len, sends=not self.core.executor.in_process)
         self.tokenizer, self.inputs = self.front_end.tokenizer, self.front_end.inputs
         self.adapters = self.front_end.adapters
         self.adapters.on_unpin = self.core.unpin_adapter
@@ -98,11 +97,8 @@ class LLMEngine:
         options = options_from_keywords("add_request", keywords, options)
         named = options.lora_request
         adapter = None if named is None else self.adapters.load(named)
-        request = self.front_end.process(request_id, prompt, params, options, adapter)
-        if not self.core.executor.in_process:
-            check_sendable(request.group)
-        self.front_end.open(request, streaming=streaming)
-        self.core.scheduler.add(request.group)
+        request = self.front_end.add(request_id, prompt, params, options, adapter, streaming=streaming)
+        self.core.scheduler.add(request.source.group)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step: what it added to each streaming request, and other requests as a whole where they end."""
@@ -228,7 +224,7 @@ class LLMEngine:
 
     def _compute_prefix(self, prefix: SharedPrefix, interrupts: HeldInterrupts) -> None:
         request = self.front_end.prefixes.request(prefix)
-        self.front_end.open(request, streaming=False)
+        self.front_end.outputs.open(request, streaming=False)
         self.core.scheduler.add(request.group)
         outputs: list[RequestOutput] = []
         try:

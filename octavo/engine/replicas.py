@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from octavo.core.errors import EngineDeadError, OctavoError
-from octavo.core.messages import Add, Ready, Start, StepDone, ToCore, check_sendable
+from octavo.core.messages import Add, Ready, Start, StepDone, ToCore
 from octavo.core.option_parts import FIRST_STEP_TIMEOUT
 from octavo.core.request import EngineCoreRequest
 from octavo.engine.core_client import CoreClient, CoreProcess
@@ -90,10 +90,9 @@ class Replicas:
         """Gives a request to the core ``replica``, or to the one that the router chooses.
 
         Raises:
-            InvalidRequestError: it holds something that cannot be sent to another process.
+            InvalidRequestError: as ``CoreClient.encode``.
             EngineDeadError: all cores have died.
         """
-        check_sendable(request)
         message = self._cores[0].client.encode(Add(request))
         limit = request.task.max_tokens
         work = len(request.prompt_token_ids) + (_EXPECTED_TOKENS if limit is None else limit)

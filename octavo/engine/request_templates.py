@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
-from octavo.engine.chat_template import render_and_compare, template_variables
+from octavo.engine.chat_template import render_and_read, template_variables
 from octavo.engine.tool_messages import CallFormat
 from octavo.sandbox.pool import Sandbox
 from octavo.sandbox.process import Answer, Call
@@ -33,18 +33,18 @@ async def render_in_sandbox(
     client: str,
     template: str,
     messages: Sequence[Mapping[str, Any]],
-    others: Sequence[Sequence[Mapping[str, Any]]],
+    fields: Sequence[tuple[int, str]],
     options: Mapping[str, Any],
 ) -> tuple[str, list[bool]]:
-    """``render_and_compare``, in the turn of a client.
+    """``render_and_read``, in the turn of a client.
 
     Raises:
         InvalidRequestError: the template is not valid, refuses the conversation, or exceeds the limits.
         ClientLimitError: the client has taken its seconds.
     """
-    given = {"template": template, "messages": messages, "others": others, "options": options}
-    text, same = await _call(sandbox, client, "render", given)
-    return text, same
+    given = {"template": template, "messages": messages, "fields": fields, "options": options}
+    text, read = await _call(sandbox, client, "render", given)
+    return text, read
 
 
 async def _call(sandbox: Sandbox, client: str, name: str, given: Mapping[str, Any]) -> Any:
@@ -79,13 +79,13 @@ def read_variables(content: bytes) -> bytes:
 
 
 def render(content: bytes) -> bytes:
-    """What ``render_and_compare`` returns."""
+    """What ``render_and_read`` returns."""
 
     def rendered(given: dict[str, Any]) -> tuple[str, list[bool]]:
         options = given["options"]
         if options.get("call_format") is not None:
             options["call_format"] = CallFormat(**options["call_format"])
-        return render_and_compare(given["template"], given["messages"], given["others"], options)
+        return render_and_read(given["template"], given["messages"], given["fields"], options)
 
     return _answer(rendered, content)
 

@@ -33,11 +33,6 @@ class StepTimes:
     device: float = 0.0
     idle: float = 0.0
 
-    @property
-    def share_outside_kernels(self) -> float:
-        """Share of step time that no kernel used."""
-        return 1.0 - self.kernels / self.total if self.total else 0.0
-
 
 class StepLoop:
     """Owns the steps in flight: planned and submitted, result not yet received.

@@ -13,7 +13,6 @@ from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.engine.chat_template import choose_template, load_chat_templates, read_chat_template, render_chat
 from octavo.engine.fill_in_middle import find_fill_in_middle, no_fill_in_middle
 from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
-from octavo.engine.tool_messages import CallFormat
 from octavo.loader.tokenizer_backend import complete_backend, load_backend, named_tokens
 from octavo.loader.tokenizer_files import tokenizer_files
 from octavo.models.config import check_architecture
@@ -167,42 +166,25 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         /,
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        call_format: CallFormat | None = None,
         chat_template: str | None = None,
         tokenize: bool = False,
-        **kwargs: Any,
+        **options: Any,
     ) -> str:
-        """The prompt for a conversation; see ``octavo.engine.chat_template.render_chat``.
+        """The prompt for a conversation.
 
         Args:
             messages: the conversation.
-            add_generation_prompt: ends with what opens the assistant's answer.
-            continue_final_message: ends within the last message, so that it is continued.
-            tools: JSON schemas of callable tools.
-            call_format: how the model writes calls; see ``fit_tools``.
             chat_template: a name among the model's templates or a template's text; None for the model's own.
             tokenize: of transformers; false here, as ``encode_chat`` gives token ids.
-            kwargs: further names that the template may use.
+            options: keywords of ``octavo.engine.chat_template.render_chat``, such as ``tools``.
 
         Raises:
             InvalidRequestError: as for ``render_chat``.
         """
         if tokenize:
             raise InvalidRequestError("tokenize must be False: apply_chat_template gives text, encode_chat token ids")
-        template = choose_template(self.chat_templates, chat_template, has_tools=tools is not None)
-        variables = self.named_tokens | kwargs
-        return render_chat(
-            template,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            call_format=call_format,
-            **variables,
-        )
+        template = choose_template(self.chat_templates, chat_template, has_tools=options.get("tools") is not None)
+        return render_chat(template, messages, **{**self.named_tokens, **options})
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of ``apply_chat_template``: the template itself writes the beginning token, so none is added."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 import mmap
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from octavo.core.parallel import ParallelLayout
+from octavo.executor.local_connections import LocalConnections
 from octavo.kernels import resolve_device
 from octavo.kernels.communicator import TorchCommunicator
 from octavo.runner.ranks import Ranks, SharedMemoryLink, TorchLink
-
-if TYPE_CHECKING:
-    from octavo.executor.worker import LocalConnections
 
 #: Seconds that a rank waits for the others to connect, and in a collective: long enough for one that loads weights.
 _TIMEOUT = timedelta(seconds=600)

@@ -1,19 +1,15 @@
-"""The interface of executors, and the factory that chooses one."""
+"""The interface of executors."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from octavo.core.config import EngineConfig
-from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.startup import WorkerFacts
-from octavo.kernels import resolve_device
 
 
 class PendingStep(Protocol):
@@ -140,59 +136,3 @@ class Executor(ABC):
     def sleep(self, level: int) -> int:
         """Frees memory until ``wake_up``, see ``ModelRunner.sleep``: bytes, of all workers together."""
         return sum(self.collective_rpc("sleep", [level]))
-
-
-def make_executor(options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int = 0) -> Executor:
-    """The workers that ``options`` ask for, started.
-
-    Args:
-        config: the network's, with the context length that is wanted.
-        folder: of the checkpoint.
-        dtype: of weights and activations: float32, bfloat16 or float16.
-        replica: number of this engine core among the ``data_parallel_size`` ones, which share the machine.
-
-    Raises:
-        OctavoError: see ``Executor.start``.
-    """
-    executor = choose_executor(options)(options, config, folder, dtype, replica)
-    try:
-        executor.start()
-    except BaseException:
-        executor.shutdown()
-        raise
-    return executor
-
-
-def choose_executor(options: EngineConfig) -> Callable[[EngineConfig, ModelConfig, Path, str, int], Executor]:
-    """The class of the executor that ``options`` ask for, or that suits the machine."""
-    backend = options.distributed_executor_backend
-    if backend is None:
-        # A replica on a GPU sees its own alone, which has to be said before its process imports torch.
-        alone = options.world_size == 1 and (options.data_parallel_size == 1 or resolve_device(options.device) == "cpu")
-        backend = "uni" if alone else "mp" if _machine_has_devices(options) else "ray"
-    if backend == "uni":
-        from octavo.executor.uniproc import UniprocExecutor
-
-        return UniprocExecutor
-    if backend == "mp":
-        from octavo.executor.multiproc import MultiprocExecutor
-
-        return MultiprocExecutor
-    if backend == "external_launcher":
-        from octavo.executor.external import ExternalLauncherExecutor
-
-        return ExternalLauncherExecutor
-    from octavo.executor.ray_executor import RayExecutor
-
-    return RayExecutor
-
-
-def _machine_has_devices(options: EngineConfig) -> bool:
-    """Whether this machine has a device for each worker, or there is no Ray that might know of other machines."""
-    import importlib.util
-
-    if resolve_device(options.device) == "cpu" or importlib.util.find_spec("ray") is None:
-        return True
-    import torch
-
-    return torch.cuda.device_count() >= options.world_size * options.data_parallel_size

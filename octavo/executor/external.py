@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from octavo.core.config import EngineConfig, SpeculativeConfig
 from octavo.core.errors import ConfigError, EngineDeadError
-from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
-from octavo.executor.executor import Executor, PendingStep
+from octavo.executor.executor import PendingStep
 from octavo.executor.rank_check import DIGEST_BYTES, RankCheck, digest, find_difference
-from octavo.executor.worker import Worker, WorkerSpec
+from octavo.executor.uniproc import InProcessExecutor
+from octavo.executor.worker import WorkerSpec
 from octavo.executor.worker_reports import WorkerReports, reports_of
+from octavo.kernels import resolve_device
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -47,16 +47,14 @@ def without_clock(options: EngineConfig, *, policy_uses_clock: bool) -> EngineCo
     return options.model_copy(update=changes)
 
 
-class ExternalLauncherExecutor(Executor):
+class ExternalLauncherExecutor(InProcessExecutor):
     """This process's worker. Every process gets the same requests in the same order and makes the same plans.
 
     So no plan is sent: the workers meet in the network's collectives only. With ``check_plans`` the processes compare
     digests of every plan before it is computed, and in the same message of what was sampled before.
     """
 
-    in_process = True
-
-    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int) -> None:
+    def __init__(self, options: EngineConfig, spec: WorkerSpec, replica: int) -> None:
         """Reads the process's place from the launcher's variables.
 
         Raises:
@@ -78,10 +76,7 @@ class ExternalLauncherExecutor(Executor):
                 f"the launcher has started {world} processes, but tensor_parallel_size is "
                 f"{options.tensor_parallel_size}: both must be equal"
             )
-        spec = WorkerSpec.of(options, config, folder, dtype, rank, local_rank, local_size)
-        self._worker: Worker | None = Worker(spec)
-        #: Why there is no worker any more.
-        self._lost = EngineDeadError("the executor was shut down; a new engine must be made")
+        super().__init__(msgspec.structs.replace(spec, rank=rank, local_rank=local_rank, local_size=local_size))
         self._checks_plans = options.check_plans and world > 1
         self._check = RankCheck(options.rank_check_interval)
         #: What not all processes have prepared yet. Each plans for itself, on what all have reported.
@@ -89,16 +84,10 @@ class ExternalLauncherExecutor(Executor):
         self._reports = WorkerReports(world)
 
     def start(self) -> None:
-        """Connects this process with the others and loads its share of the model."""
-        self.start_workers()
-        worker = self._alive()  # not by collective_rpc: the processes are not connected yet
-        worker.init_device()
-        worker.load_model()
+        """Takes this process's GPU if there is one, connects it with the others, and loads its share of the model.
 
-    def start_workers(self) -> None:
-        """Takes this process's GPU, if it computes on one."""
-        from octavo.kernels import resolve_device
-
+        Not by ``collective_rpc``: the processes are not connected yet.
+        """
         worker = self._alive()
         if resolve_device(worker.options.device) == "cuda":
             import torch
@@ -109,18 +98,12 @@ class ExternalLauncherExecutor(Executor):
                     f"this machine has {count} GPUs, but {worker.spec.local_size} processes were started on it"
                 )
             torch.cuda.set_device(worker.spec.local_rank)
+        worker.init_device()
+        worker.load_model()
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        """See ``Executor``; every process must make the same call. ``timeout`` is that of the process group."""
-        worker = self._alive()
-        answer = worker.call(method, args, kwargs or {})
-        if worker.layout.world_size == 1:
+    def _of_all_workers(self, answer: Any) -> list[Any]:
+        """Every process must have made the same call."""
+        if self._alive().layout.world_size == 1:
             return [answer]
         return [msgspec.msgpack.decode(data) for data in _gather(msgspec.msgpack.encode(answer))]
 
@@ -176,10 +159,6 @@ class ExternalLauncherExecutor(Executor):
                 "process must get the same requests in the same order"
             )
 
-    def check_health(self) -> None:
-        """The worker lives as long as this process, or until ``shutdown``."""
-        self._alive()
-
     def shutdown(self) -> None:
         """Drops the worker and leaves the process group."""
         if self._worker is None:
@@ -195,11 +174,6 @@ class ExternalLauncherExecutor(Executor):
         self.shutdown()
         self._lost = EngineDeadError(reason)
         return self._lost
-
-    def _alive(self) -> Worker:
-        if self._worker is None:
-            raise self._lost
-        return self._worker
 
 
 class _WithoutTimes:

@@ -10,14 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
-from octavo.core.model_config import ModelConfig
 from octavo.executor.broadcast import SLOT_BYTES, SLOTS, Broadcast, shared_memory
+from octavo.executor.local_connections import LocalConnections
 from octavo.executor.remote import END_TIMEOUT, RemoteExecutor
-from octavo.executor.worker import LocalConnections
+from octavo.executor.worker import WorkerSpec
 from octavo.executor.worker_loop import WorkerStart
 
 logger = logging.getLogger("octavo")
@@ -26,9 +25,9 @@ logger = logging.getLogger("octavo")
 class MultiprocExecutor(RemoteExecutor):
     """A process for each rank. Messages go through shared memory; on CPUs, so do collectives and hidden states."""
 
-    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int) -> None:
+    def __init__(self, options: EngineConfig, spec: WorkerSpec, replica: int) -> None:
         """Prepares the workers; ``start`` starts their processes."""
-        super().__init__(options, config, folder, dtype, replica)
+        super().__init__(options, spec, replica)
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start_workers(self) -> None:
@@ -38,7 +37,7 @@ class MultiprocExecutor(RemoteExecutor):
         with contextlib.ExitStack() as inherited:  # descriptors that are the workers' alone from then on
             memory = _closing(inherited, shared_memory(SLOTS * SLOT_BYTES))
             connections = self._connect(inherited, uses_memory=not gpus)
-            descriptors = [d for c in connections if c is not None for d in _descriptors(c)]
+            descriptors = [d for c in connections if c is not None for d in c.descriptors]
             sockets = []
             for rank in range(world):
                 ours, theirs = socket.socketpair()
@@ -142,11 +141,6 @@ def _spawn(rank: int, descriptors: list[int], gpu: str | None) -> subprocess.Pop
 def _closing(stack: contextlib.ExitStack, descriptor: int) -> int:
     stack.callback(os.close, descriptor)
     return descriptor
-
-
-def _descriptors(connections: LocalConnections) -> list[int]:
-    links = [end for link in (connections.incoming, connections.outgoing) if link for end in link]
-    return links if connections.group is None else [connections.group, *links]
 
 
 def _signal_name(number: int) -> str:

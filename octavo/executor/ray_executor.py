@@ -12,16 +12,14 @@ import os
 import secrets
 import socket
 import sys
-from pathlib import Path
 from typing import Any
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, EngineDeadError
-from octavo.core.model_config import ModelConfig
 from octavo.executor.broadcast import Broadcast, Receiver, end_with
 from octavo.executor.remote import RemoteExecutor
 from octavo.executor.rendezvous import SECRET_BYTES, accept, connect
-from octavo.executor.worker import own_address
+from octavo.executor.worker import WorkerSpec, own_address
 from octavo.executor.worker_loop import WorkerLoop, WorkerStart
 
 #: Seconds that the cluster may take to find room for the workers.
@@ -58,13 +56,13 @@ class RayExecutor(RemoteExecutor):
     The workers are connected by torch.distributed: NCCL between GPUs, Gloo on CPUs.
     """
 
-    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int) -> None:
+    def __init__(self, options: EngineConfig, spec: WorkerSpec, replica: int) -> None:
         """Prepares the workers.
 
         Raises:
             ConfigError: Ray is not installed.
         """
-        super().__init__(options, config, folder, dtype, replica)
+        super().__init__(options, spec, replica)
         try:
             import ray
         except ImportError:

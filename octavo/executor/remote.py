@@ -8,7 +8,6 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +15,6 @@ import msgspec
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, EngineDeadError, SequenceError, reported_error
 from octavo.core.interrupts import HeldInterrupts
-from octavo.core.model_config import ModelConfig
 from octavo.core.option_parts import FIRST_STEP_TIMEOUT
 from octavo.core.parallel import ParallelLayout
 from octavo.core.plan import StepPlan, StepResult
@@ -43,13 +41,13 @@ class RemoteExecutor(Executor):
     What starts and ends them is a subclass's.
     """
 
-    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int) -> None:
+    def __init__(self, options: EngineConfig, spec: WorkerSpec, replica: int) -> None:
         """Prepares the workers; ``start`` starts them."""
         self._replica = replica
         self._options = options
         self._layout = ParallelLayout.of(options, 0)
         self.num_stages = options.pipeline_parallel_size
-        self._spec = WorkerSpec.of(options, config, folder, dtype, rank=0)
+        self._spec = spec
         self._broadcast: Broadcast | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._results = msgspec.msgpack.Decoder(StepResult)

@@ -1,29 +1,29 @@
-"""The executor of one worker in this process."""
+"""Executors of a worker in this process, and the one that needs no other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import EngineDeadError, memory_errors
-from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan
 from octavo.executor.executor import Executor, PendingStep
 from octavo.executor.worker import Worker, WorkerSpec
 
 
-class UniprocExecutor(Executor):
-    """One worker, called directly."""
+class InProcessExecutor(Executor):
+    """A worker that is called directly; it lives as long as this process, or until ``shutdown``."""
 
     in_process = True
 
-    def __init__(self, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int) -> None:
+    def __init__(self, spec: WorkerSpec) -> None:
         """Prepares the worker; ``start`` loads the model."""
-        replicas = options.data_parallel_size
-        spec = WorkerSpec.of(options, config, folder, dtype, 0, local_rank=replica, local_size=replicas)
         self._worker: Worker | None = Worker(spec)
+        #: Why there is no worker any more.
+        self._lost = EngineDeadError("the executor was shut down; a new engine must be made")
 
     def start_workers(self) -> None:
         """The worker is there already."""
@@ -38,14 +38,18 @@ class UniprocExecutor(Executor):
         """See ``Executor``; ``timeout`` is ignored, as the worker is called directly."""
         worker = self._alive()
         with memory_errors():
-            return [worker.call(method, args, kwargs or {})]
+            return self._of_all_workers(worker.call(method, args, kwargs or {}))
+
+    def _of_all_workers(self, answer: Any) -> list[Any]:
+        """The answers by rank, of this worker's."""
+        return [answer]
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Starts one step on the worker."""
         return self._alive().runner.submit(plan)
 
     def check_health(self) -> None:
-        """The worker lives as long as this process, or until ``shutdown``."""
+        """See ``Executor``."""
         self._alive()
 
     def shutdown(self) -> None:
@@ -54,5 +58,13 @@ class UniprocExecutor(Executor):
 
     def _alive(self) -> Worker:
         if self._worker is None:
-            raise EngineDeadError("the executor was shut down; a new engine must be made")
+            raise self._lost
         return self._worker
+
+
+class UniprocExecutor(InProcessExecutor):
+    """The only worker."""
+
+    def __init__(self, options: EngineConfig, spec: WorkerSpec, replica: int) -> None:
+        """Replicas divide the machine as workers do."""
+        super().__init__(msgspec.structs.replace(spec, local_rank=replica, local_size=options.data_parallel_size))

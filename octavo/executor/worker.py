@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,11 @@ from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.model_config import ModelConfig
 from octavo.core.parallel import ParallelLayout
+from octavo.executor.local_connections import LocalConnections
 
 if TYPE_CHECKING:
+    from octavo.runner.cache_sizing import CacheSizing
+    from octavo.runner.loaded_model import LoadedModel
     from octavo.runner.model_runner import ModelRunner
     from octavo.runner.ranks import Ranks
 
@@ -35,26 +37,17 @@ class WorkerSpec(msgspec.Struct):
     config_fields: dict[str, Any]
     folder: str
     dtype: str
-    rank: int
+    rank: int = 0
     #: Of this worker among those of its machine, and how many these are.
     local_rank: int = 0
     local_size: int = 1
 
     @classmethod
-    def of(
-        cls,
-        options: EngineConfig,
-        config: ModelConfig,
-        folder: Path,
-        dtype: str,
-        rank: int,
-        local_rank: int = 0,
-        local_size: int = 1,
-    ) -> WorkerSpec:
-        """The same, of objects of this process."""
+    def of(cls, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> WorkerSpec:
+        """That of the first worker, of objects of this process."""
         kind, values = type(config), msgspec.to_builtins(config)
         name = f"{kind.__module__}:{kind.__qualname__}"
-        return cls(options.model_dump(), name, values, str(folder), dtype, rank, local_rank, local_size)
+        return cls(options.model_dump(), name, values, str(folder), dtype)
 
     def model_config(self) -> ModelConfig:
         """The network's configuration; imports the family's module."""
@@ -63,19 +56,8 @@ class WorkerSpec(msgspec.Struct):
         return config
 
 
-@dataclass
-class LocalConnections:
-    """Memory and pipes that the workers of one machine share, as descriptors of this process."""
-
-    #: Of the tensor-parallel group, if its ranks exchange through memory.
-    group: int | None = None
-    #: (memory, end of the pipe) of the link from the stage before, and of the one to the stage after.
-    incoming: tuple[int, int] | None = None
-    outgoing: tuple[int, int] | None = None
-
-
 class Worker:
-    """One rank: owns its ``ModelRunner``, and its connections with the other ranks."""
+    """One rank: owns its model and what computes with it, and its connections with the other ranks."""
 
     def __init__(self, spec: WorkerSpec, connections: LocalConnections | None = None) -> None:
         """``connections``: to workers of the same machine; None: through torch.distributed, see ``open_store``."""
@@ -84,6 +66,8 @@ class Worker:
         self.layout = ParallelLayout.of(self.options, spec.rank)
         self._connections = connections
         self._store: Any = None
+        self._loaded: LoadedModel | None = None
+        self._sizing: CacheSizing | None = None
         self._runner: ModelRunner | None = None
         self._ranks: Ranks | None = None
 
@@ -97,14 +81,16 @@ class Worker:
         """What computes.
 
         Raises:
-            EngineStateError: ``load_model`` was not called.
+            EngineStateError: ``make_cache`` was not called.
         """
         if self._runner is None:
-            raise EngineStateError(f"worker {self.rank} has no model yet: load_model comes first")
+            raise EngineStateError(f"worker {self.rank} has no KV cache yet: load_model and make_cache come first")
         return self._runner
 
     def call(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls a method of the worker or of its runner, or a function (also as ``module:name``) with the worker.
+        """Calls a method of the worker, its runner or its ``CacheSizing``, or a function with the worker.
+
+        Functions may be named as ``module:name``.
 
         Raises:
             ConfigError: there is no such method or function.
@@ -114,7 +100,8 @@ class Worker:
             return method(self, *args, **kwargs)
         if ":" in method:
             return find_function(method)(self, *args, **kwargs)
-        target = getattr(self, method, None) or getattr(self._runner, method, None)
+        owners = (self, self._runner, self._sizing)
+        target = next((found for owner in owners if (found := getattr(owner, method, None)) is not None), None)
         if target is None or method.startswith("_"):
             raise ConfigError(f"workers have no method {method!r}")
         return target(*args, **kwargs)
@@ -144,20 +131,30 @@ class Worker:
         """Loads this rank's share of the weights.
 
         Raises:
-            OctavoError: see ``ModelRunner``.
+            OctavoError: see ``LoadedModel``.
         """
+        from octavo.runner.cache_sizing import CacheSizing
+        from octavo.runner.loaded_model import LoadedModel
         from octavo.runner.memory import WorkerShare
-        from octavo.runner.model_runner import ModelRunner
 
         spec = self.spec
         share = WorkerShare(spec.local_rank, spec.local_size)
         if self.options.pin_threads and spec.local_size > 1:
             _stay_on_own_processors(spec.local_rank, spec.local_size)
-        self._runner = ModelRunner(self.options, spec.model_config(), Path(spec.folder), spec.dtype, share, self._ranks)
+        self._loaded = LoadedModel(self.options, spec.model_config(), Path(spec.folder), spec.dtype, share, self._ranks)
+        self._sizing = CacheSizing(self._loaded)
+
+    def make_cache(self, num_blocks: list[int], num_host_blocks: list[int], max_model_len: int) -> None:
+        """Makes the KV cache and what computes with it; see ``ModelRunner``."""
+        from octavo.runner.model_runner import ModelRunner
+
+        if self._loaded is None:
+            raise EngineStateError(f"worker {self.rank} has no model yet: load_model comes first")
+        self._runner = ModelRunner(self._loaded, num_blocks, num_host_blocks, max_model_len)
 
     def shutdown(self) -> None:
         """Drops weights and KV cache."""
-        self._runner = None
+        self._runner = self._sizing = self._loaded = None
 
 
 def function_name(function: Callable[..., Any]) -> str:

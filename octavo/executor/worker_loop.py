@@ -12,8 +12,9 @@ import msgspec
 from octavo.core.errors import OctavoError, SequenceError
 from octavo.core.plan import StepPlan
 from octavo.executor.broadcast import Receiver
+from octavo.executor.local_connections import LocalConnections
 from octavo.executor.rank_check import RankCheck
-from octavo.executor.worker import LocalConnections, Worker, WorkerSpec
+from octavo.executor.worker import Worker, WorkerSpec
 from octavo.executor.worker_reports import reports_of
 
 #: Kinds of answers: of a step or a call, of one that failed (``Failure``), and a log message (``Log``) in between.

@@ -34,6 +34,37 @@ class Communicator(Protocol):
         ...
 
 
+class Collectives:
+    """What a backend does to join the ranks of its group; a single rank has none."""
+
+    #: The tensor-parallel group, if there are several ranks.
+    group: Communicator | None = None
+
+    def join(self, group: Communicator) -> None:
+        """Makes the backend a rank of a tensor-parallel group."""
+        self.group = group
+
+    def all_reduce(self, x: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+        """The sum of x, contiguous float32 [T, width], over the ranks of ``group``, then + bias, then + add.
+
+        On all ranks alike, in the order of a product's own bias and ``add``. The memory of x may be reused.
+
+        Args:
+            x: this rank's part.
+            bias: float32 [width].
+            add: float32 [T, width].
+        """
+        x = x if self.group is None else self.group.all_reduce(x)
+        for term in (bias, add):
+            if term is not None:
+                x += term
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The ranks' x, contiguous float32 [T, width], concatenated in rank order: [T, size * width]."""
+        return x if self.group is None else self.group.all_gather(x)
+
+
 class TorchCommunicator:
     """A group of ``torch.distributed``: NCCL between GPUs, Gloo on CPUs."""
 

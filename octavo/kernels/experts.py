@@ -55,7 +55,7 @@ class RoutingSpec:
 
 
 class PackedExperts(ABC):
-    """The feed-forward networks of a layer's experts, made by ``Kernels.pack_experts``."""
+    """The feed-forward networks of a layer's experts, made by ``ExpertKernels.pack_experts``."""
 
     @abstractmethod
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
@@ -93,8 +93,40 @@ class PlainExperts(PackedExperts):
         return out
 
 
+class ExpertKernels:
+    """What a backend does for mixtures of experts; here on its products and in plain torch."""
+
+    def pack_experts(
+        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
+    ) -> PackedExperts:
+        """The experts of a layer, from what ``pack`` made of their matrices; the caller then drops these.
+
+        Args:
+            gate_up: of each expert, gated, without bias; the sizes between the two matrices may differ.
+            down: of each expert, without bias, all with the same ``pieces``.
+            shared: the last so many are experts that every token has.
+
+        Raises:
+            ConfigError: the backend has no products of experts in that format.
+        """
+        return PlainExperts(gate_up, down)
+
+    def route(self, logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The experts of each token, int32 [T, top_k + shared], and their weights, float32, as ``spec`` says.
+
+        A token whose logits have a NaN gets some experts, with NaN as their weights.
+
+        Args:
+            logits: float32 [T, experts + shared].
+            spec: checked against the number of experts by ``RoutingSpec.check``.
+            bias: float32 [experts], added to the scores for the choice alone (DeepSeek-AI 2024, arXiv 2412.19437,
+                section 2.1.2).
+        """
+        return plain_route(logits, spec, bias)
+
+
 def plain_route(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``Kernels.route`` in plain torch."""
+    """``ExpertKernels.route`` in plain torch."""
     routed, shared = logits.split([logits.shape[1] - spec.shared, spec.shared], dim=1)
     scores = routed.softmax(-1) if spec.scoring == "softmax" else routed.sigmoid()
     choices = scores if bias is None else scores + bias

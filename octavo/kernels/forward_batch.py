@@ -94,8 +94,6 @@ class ForwardBatch:
     all_sampled: bool
     #: Whether a token has an adapter.
     has_adapters: bool = False
-    #: Whether of each sampled row no more is wanted than its most likely token; see ``ForwardOutput.most_likely``.
-    only_most_likely: bool = False
 
     @classmethod
     def of(
@@ -137,9 +135,6 @@ class ForwardOutput(NamedTuple):
     hidden: Tensor
     #: float32 [N, vocab] of the sampled rows; None without a head.
     logits: Tensor | None = None
-    #: int64 [N]: what ``SamplingBackend.choose_most_likely`` would give; ``logits`` are then undefined. None without a
-    #: screened head, and in steps that want more than ``only_most_likely``.
-    most_likely: Tensor | None = None
     #: float32 [T, E]: what a drafting head makes of the residual stream between the layers, if it reads that.
     features: Tensor | None = None
 
@@ -148,7 +143,6 @@ class ForwardOutput(NamedTuple):
         return ForwardOutput(
             self.hidden[:tokens],
             None if self.logits is None else self.logits[:sampled],
-            None if self.most_likely is None else self.most_likely[:sampled],
             None if self.features is None else self.features[:tokens],
         )
 

@@ -8,38 +8,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from octavo.core.errors import ConfigError, UnsupportedModelError
-from octavo.core.kv_spec import KVGroup, KVSpec
-from octavo.kernels.communicator import Communicator
-from octavo.kernels.experts import PackedExperts, PlainExperts, RoutingSpec, plain_route
+from octavo.core.errors import UnsupportedModelError
+from octavo.kernels.cache import CacheKernels, LayerCache
+from octavo.kernels.communicator import Collectives
+from octavo.kernels.experts import ExpertKernels
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
-from octavo.kernels.lora import (
-    AdapterRows,
-    LowRank,
-    LowRankEmbedding,
-    LowRankShape,
-    PlainLowRank,
-    PlainLowRankEmbedding,
-)
+from octavo.kernels.lora import Adapters
 from octavo.kernels.packed_weight import PackedHeads, PackedWeight, PlainHeads
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.kernels.sampling import SamplingBackend
-
-
-@dataclass(slots=True)
-class LayerCache:
-    """KV cache of one layer, in the layout of the backend that made it."""
-
-    key: Tensor
-    #: The same tensor as ``key`` in a latent cache.
-    value: Tensor
-    #: KV group of the layer: index of its block tables and slot mapping in the batch.
-    group: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -65,18 +47,19 @@ class AttentionSpec:
             raise UnsupportedModelError(f"a window of {self.window} tokens needs causal attention")
 
 
-class Kernels(ABC):
-    """A backend. Unless stated otherwise, tensors are contiguous and outputs are new tensors."""
+class Kernels(CacheKernels, Collectives, ExpertKernels, ABC):
+    """A backend. Unless stated otherwise, tensors are contiguous and outputs are new tensors.
+
+    Cut by what it is asked for: here products, attention and the rest of a layer; the cache (``CacheKernels``), what
+    joins ranks (``Collectives``), experts (``ExpertKernels``), and low-rank products (``adapters``).
+    """
 
     name: str
+    adapters: Adapters
     #: Whether torch takes no part in a step, so that there is no gradient for it to keep track of.
     computes_outside_torch = False
     #: Whether ``pack`` copies what it gets, so that a tied head has memory of its own beside the embedding's.
     copies_weights = False
-    #: The tensor-parallel group, if there are several ranks.
-    group: Communicator | None = None
-    #: The slots of the current step's rows, outside of recorded steps; None: no row has an adapter.
-    adapter_rows: AdapterRows | None = None
 
     def describe(self) -> str:
         """The backend and its settings, for logs."""
@@ -112,35 +95,11 @@ class Kernels(ABC):
         function(x)
         return x
 
-    def join(self, group: Communicator) -> None:
-        """Makes the backend a rank of a tensor-parallel group."""
-        self.group = group
-
     def token_rows(self, batch: ForwardBatch, width: int) -> Tensor:
         """Memory for float32 [T, width], uninitialised: what another pipeline stage computes of each token."""
         return batch.token_ids.new_empty((len(batch.token_ids), width), dtype=torch.float32)
 
-    def all_reduce(self, x: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
-        """The sum of x, contiguous float32 [T, width], over the ranks of ``group``, then + bias, then + add.
-
-        On all ranks alike, in the order of a product's own bias and ``add``. The memory of x may be reused.
-
-        Args:
-            x: this rank's part.
-            bias: float32 [width].
-            add: float32 [T, width].
-        """
-        x = x if self.group is None else self.group.all_reduce(x)
-        for term in (bias, add):
-            if term is not None:
-                x += term
-        return x
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """The ranks' x, contiguous float32 [T, width], concatenated in rank order: [T, size * width]."""
-        return x if self.group is None else self.group.all_gather(x)
-
-    def check_dtype(self, dtype: torch.dtype) -> None:  # noqa: B027
+    def check_dtype(self, dtype: torch.dtype) -> None:
         """Called before a network is made, to refuse a type of weights and activations.
 
         Raises:
@@ -150,34 +109,6 @@ class Kernels(ABC):
     @abstractmethod
     def make_sampling_backend(self, vocab_size: int) -> SamplingBackend:
         """The sampling backend for logits [n, vocab_size]."""
-
-    @abstractmethod
-    def block_bytes(self, spec: KVSpec, block_size: int) -> int:
-        """Bytes of one KV cache block of one layer: keys, values, scales and padding.
-
-        Raises:
-            ConfigError: the backend does not support such a cache.
-        """
-
-    @abstractmethod
-    def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
-        """The KV cache of ``layers`` layers of one group, all zero.
-
-        Raises:
-            ConfigError: the backend does not support such a cache.
-        """
-
-    def make_host_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
-        """As ``make_group_cache``, in host memory, for swapped blocks."""
-        return self.make_group_cache(spec, layers, blocks, block_size)
-
-    def make_cache(self, groups: Sequence[KVGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
-        """The KV cache of all layers, in order, with ``blocks[i]`` blocks for group i."""
-        return _in_layer_order(groups, blocks, block_size, self.make_group_cache)
-
-    def make_host_cache(self, groups: Sequence[KVGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
-        """As ``make_cache``, in host memory, for swapped blocks."""
-        return _in_layer_order(groups, blocks, block_size, self.make_host_group_cache)
 
     @abstractmethod
     def pack(
@@ -206,69 +137,9 @@ class Kernels(ABC):
             ConfigError: the backend does not support the format.
         """
 
-    def pack_screened(self, weight: Tensor) -> PackedWeight:
-        """Packs the matrix [N, K] of a language-model head as a ``ScreenedHead``, or plainly if it is not finite.
-
-        Raises:
-            ConfigError: the backend has no such heads.
-        """
-        raise ConfigError(f"screen_lm_head is for the CPU kernels, not for {self.name!r}")
-
     def has_products(self, rows: QuantizedRows) -> bool:
         """Whether ``pack`` takes this matrix in its own bits; else it is dequantised as it is loaded."""
         return False
-
-    def pack_experts(
-        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
-    ) -> PackedExperts:
-        """The experts of a layer, from what ``pack`` made of their matrices; the caller then drops these.
-
-        Args:
-            gate_up: of each expert, gated, without bias; the sizes between the two matrices may differ.
-            down: of each expert, without bias, all with the same ``pieces``.
-            shared: the last so many are experts that every token has.
-
-        Raises:
-            ConfigError: the backend has no products of experts in that format.
-        """
-        return PlainExperts(gate_up, down)
-
-    def route(self, logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The experts of each token, int32 [T, top_k + shared], and their weights, float32, as ``spec`` says.
-
-        A token whose logits have a NaN gets some experts, with NaN as their weights.
-
-        Args:
-            logits: float32 [T, experts + shared].
-            spec: checked against the number of experts by ``RoutingSpec.check``.
-            bias: float32 [experts], added to the scores for the choice alone (DeepSeek-AI 2024, arXiv 2412.19437,
-                section 2.1.2).
-        """
-        return plain_route(logits, spec, bias)
-
-    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> LowRank:
-        """Empty slots for the low-rank products of a linear layer.
-
-        ``sampled``: whether the rows of x are the step's sampled rows, not its tokens.
-        """
-        return PlainLowRank(self, shape, sampled=sampled)
-
-    def make_low_rank_embedding(self, shape: LowRankShape) -> LowRankEmbedding:
-        """Empty slots for the low-rank products of a token embedding."""
-        return PlainLowRankEmbedding(self, shape)
-
-    def begin_adapters(self, batch: ForwardBatch) -> None:
-        """Called before a step's network: its low-rank products are of the adapters in ``batch.adapters``."""
-        if not batch.has_adapters:
-            self.adapter_rows = None
-            return
-        tokens = batch.adapters
-        sampled = tokens if batch.all_sampled else tokens.index_select(0, batch.sampled_rows)
-        self.adapter_rows = AdapterRows(tokens, sampled)
-
-    def use_adapters(self, slots: Tensor | None) -> None:
-        """As ``begin_adapters``, for products of other rows than a step's: int32 [n], or None without adapters."""
-        self.adapter_rows = None if slots is None else AdapterRows(slots, slots)
 
     def pack_heads(self, weight: Tensor) -> PackedHeads:
         """Packs a matrix for each head, weight [H, N, K] of the activations' type; the caller then drops it."""
@@ -378,7 +249,7 @@ class Kernels(ABC):
         self.reshape_and_cache(latent.unsqueeze(1), k, cache, batch.slot_mapping[cache.group])
         return torch.cat((absorb(q_nope), q_rope), dim=2)
 
-    def check_attention(self, spec: AttentionSpec) -> None:  # noqa: B027
+    def check_attention(self, spec: AttentionSpec) -> None:
         """Called when a layer is created, to refuse attention that the backend does not support.
 
         Raises:
@@ -392,38 +263,3 @@ class Kernels(ABC):
         The positions of queries, ``batch.positions``, are consecutive within a sequence, but need not be the last of
         its context, which has ``batch.seq_lens`` tokens.
         """
-
-    @abstractmethod
-    def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        """Copies blocks (source, target) in every layer.
-
-        A source may have several targets, a target has one source. All sources are read before any target is written.
-        """
-
-    @abstractmethod
-    def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        """Copies blocks (source, target) from one cache to another, in every layer.
-
-        Both are caches of this backend, with equal shapes and types except for the number of blocks.
-        """
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The type that ``KVSpec.dtype`` names."""
-    dtype: torch.dtype = torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)
-    return dtype
-
-
-def _in_layer_order(
-    groups: Sequence[KVGroup],
-    blocks: Sequence[int],
-    block_size: int,
-    make: Callable[[KVSpec, int, int, int], list[LayerCache]],
-) -> list[LayerCache]:
-    caches: dict[int, LayerCache] = {}
-    for index, (group, count) in enumerate(zip(groups, blocks, strict=True)):
-        made = make(group.spec, len(group.layers), count, block_size)
-        for layer, cache in zip(group.layers, made, strict=True):
-            cache.group = index
-            caches[layer] = cache
-    return [caches[layer] for layer in sorted(caches)]

@@ -11,27 +11,16 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from octavo.core.errors import AdapterError
-
-if TYPE_CHECKING:
-    from octavo.kernels.interface import Kernels
+from octavo.kernels.forward_batch import ForwardBatch
 
 #: What rows without an adapter get where nothing else is added: x + -0.0 has the bits of x for every x, zeros included.
 NOTHING = -0.0
-
-
-class AdapterRows(NamedTuple):
-    """The slots of the rows of a step, int32, -1 of a row without an adapter."""
-
-    #: [T]: of the tokens.
-    tokens: Tensor
-    #: [N]: of the rows that logits are computed for.
-    sampled: Tensor
 
 
 class LowRankShape(NamedTuple):
@@ -67,11 +56,51 @@ class PackedAdapter(Protocol):
         ...
 
 
+class Adapters:
+    """The low-rank products of a backend: makes them, and tells them which adapter each row of the current step has."""
+
+    def __init__(self) -> None:
+        self._tokens: Tensor | None = None
+        self._sampled: Tensor | None = None
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """Called before a step's network: its low-rank products are of the adapters in ``batch.adapters``."""
+        tokens = batch.adapters if batch.has_adapters else None
+        self.use(tokens, tokens if tokens is None or batch.all_sampled else tokens.index_select(0, batch.sampled_rows))
+
+    def use(self, tokens: Tensor | None, sampled: Tensor | None = None) -> None:
+        """As ``begin``, for products of any rows.
+
+        Args:
+            tokens: int32 [n], their slots; None: none has an adapter.
+            sampled: of the rows that logits are computed for; None: they are the same.
+        """
+        self._tokens, self._sampled = tokens, tokens if sampled is None else sampled
+
+    def slots(self, *, sampled: bool = False) -> Tensor | None:
+        """The slots of the step's tokens, int32 [T], or of its sampled rows, [N], -1 of a row without an adapter.
+
+        None if no row has one, and in recorded steps, whose slots are found by the recording.
+        """
+        return self._sampled if sampled else self._tokens
+
+    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> LowRank:
+        """Empty slots for the low-rank products of a linear layer.
+
+        ``sampled``: whether the rows of x are the step's sampled rows, not its tokens.
+        """
+        return PlainLowRank(self, shape, sampled=sampled)
+
+    def make_low_rank_embedding(self, shape: LowRankShape) -> LowRankEmbedding:
+        """Empty slots for the low-rank products of a token embedding."""
+        return PlainLowRankEmbedding(self, shape)
+
+
 class LowRank(ABC):
-    """The low-rank products of a linear layer, made by ``Kernels.make_low_rank``."""
+    """The low-rank products of a linear layer, made by ``Adapters.make_low_rank``."""
 
     def __init__(self, shape: LowRankShape) -> None:
-        """See ``Kernels.make_low_rank``."""
+        """See ``Adapters.make_low_rank``."""
         self.inputs, self.outputs, self.slots, self.max_rank, self.dtype = shape
 
     def check(self, parts: Sequence[LowRankPart | None]) -> None:
@@ -105,7 +134,7 @@ class LowRank(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor | None:
-        """add + up(down(x)) of each row's adapter, as ``Kernels.begin_adapters`` says; what a product is to add.
+        """add + up(down(x)) of each row's adapter, as ``Adapters.begin`` says; what a product is to add.
 
         Rows whose slot is -1 or empty, and columns of parts that their adapter does not have, keep the bits of ``add``;
         without it they are -0.0, which changes no bit of what it is added to. x and down(x) are rounded to the layer's
@@ -122,10 +151,10 @@ class LowRank(ABC):
 
 
 class LowRankEmbedding(ABC):
-    """The low-rank products of a token embedding, made by ``Kernels.make_low_rank_embedding``."""
+    """The low-rank products of a token embedding, made by ``Adapters.make_low_rank_embedding``."""
 
     def __init__(self, shape: LowRankShape) -> None:
-        """See ``Kernels.make_low_rank_embedding``."""
+        """See ``Adapters.make_low_rank_embedding``."""
         self.rows, (self.outputs,), self.slots, self.max_rank, self.dtype = shape
 
     @abstractmethod
@@ -184,10 +213,10 @@ class PlainAdapter:
 class PlainLowRank(LowRank):
     """Low-rank products by torch on any device; the rows of an adapter in one product."""
 
-    def __init__(self, kernels: Kernels, shape: LowRankShape, *, sampled: bool = False) -> None:
-        """See ``Kernels.make_low_rank``."""
+    def __init__(self, adapters: Adapters, shape: LowRankShape, *, sampled: bool = False) -> None:
+        """See ``Adapters.make_low_rank``."""
         super().__init__(shape)
-        self._kernels, self._sampled = kernels, sampled
+        self._adapters, self._sampled = adapters, sampled
         self._held: list[PlainAdapter | None] = [None] * shape.slots
 
     def pack(self, parts: Sequence[LowRankPart | None]) -> PlainAdapter:
@@ -201,13 +230,13 @@ class PlainLowRank(LowRank):
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor | None:
         """A loop over the adapters of the step."""
-        rows = self._kernels.adapter_rows
-        if rows is None:
+        slots = self._adapters.slots(sampled=self._sampled)
+        if slots is None:
             return add
         out = x.new_full((len(x), sum(self.outputs)), NOTHING, dtype=torch.float32) if add is None else add
         x = x.to(self.dtype).float()
         starts = [0, *itertools.accumulate(self.outputs)]
-        for chosen, adapter in _rows_by_adapter(rows.sampled if self._sampled else rows.tokens, self._held):
+        for chosen, adapter in _rows_by_adapter(slots, self._held):
             for part, start in zip(adapter.parts, starts, strict=False):
                 if part is not None:
                     columns = slice(start, start + len(part.up))
@@ -219,10 +248,10 @@ class PlainLowRank(LowRank):
 class PlainLowRankEmbedding(LowRankEmbedding):
     """Low-rank products of an embedding by torch on any device."""
 
-    def __init__(self, kernels: Kernels, shape: LowRankShape) -> None:
-        """See ``Kernels.make_low_rank_embedding``."""
+    def __init__(self, adapters: Adapters, shape: LowRankShape) -> None:
+        """See ``Adapters.make_low_rank_embedding``."""
         super().__init__(shape)
-        self._kernels = kernels
+        self._adapters = adapters
         self._held: list[PlainAdapter | None] = [None] * shape.slots
 
     def pack(self, part: LowRankPart) -> PlainAdapter:
@@ -236,11 +265,11 @@ class PlainLowRankEmbedding(LowRankEmbedding):
 
     def __call__(self, ids: Tensor, add: Tensor, first: int = 0) -> Tensor:
         """A loop over the adapters of the step."""
-        rows = self._kernels.adapter_rows
-        if rows is None:
+        slots = self._adapters.slots()
+        if slots is None:
             return add
         ids = ids - first
-        slots = rows.tokens.masked_fill((ids < 0) | (ids >= self.rows), -1)
+        slots = slots.masked_fill((ids < 0) | (ids >= self.rows), -1)
         for chosen, adapter in _rows_by_adapter(slots, self._held):
             (part,) = adapter.parts
             assert part is not None

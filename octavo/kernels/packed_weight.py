@@ -58,20 +58,6 @@ class PackedWeight(ABC):
         """Bytes of the weight and its bias."""
 
 
-class ScreenedHead(PackedWeight):
-    """The matrix of a language-model head with a copy in fewer bits, made by ``Kernels.pack_screened``.
-
-    The copy tells which tokens can be the most likely, by bounds of its errors; only these are then multiplied exactly.
-    """
-
-    @abstractmethod
-    def most_likely(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits float32 [T, N] of x [T, K], and int64 [T]: ``logits`` and ``most_likely`` of ``ForwardOutput``.
-
-        For recorded steps, as it depends on the step which of them are computed.
-        """
-
-
 class PackedHeads(ABC):
     """A matrix [N, K] for each of H heads, made by ``Kernels.pack_heads``."""
 

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.core.kv_spec import KVSpec
+from octavo.kernels.cache import LayerCache, torch_dtype
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
+from octavo.kernels.interface import AttentionSpec, Kernels
+from octavo.kernels.lora import Adapters
 from octavo.kernels.numpy_sampling import NumpySampling
 from octavo.kernels.packed_weight import Activation, PackedWeight, stack_rows
 from octavo.kernels.quantized_rows import QuantizedRows
@@ -82,6 +84,7 @@ class ReferenceKernels(Kernels):
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
+        self.adapters = Adapters()
 
     def set_threads(self, count: int | None, pin: bool = False) -> None:
         """Sets torch's threads, which cannot be pinned; None leaves their number unchanged."""

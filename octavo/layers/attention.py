@@ -8,8 +8,9 @@ from torch import Tensor
 
 from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec, LayerCache
+from octavo.kernels.interface import AttentionSpec
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 from octavo.layers.linear import QKVParallelLinear, RowParallelLinear

@@ -13,7 +13,7 @@ from octavo.layers.lora import LoraLayer
 
 LayerT = TypeVar("LayerT", bound="Layer")
 
-WeightKind = Literal["linear", "head", "embedding", "vector", "copy"]
+WeightKind = Literal["linear", "head", "embedding", "vector"]
 
 
 class Weight(NamedTuple):
@@ -22,8 +22,7 @@ class Weight(NamedTuple):
     name: str
     #: [outputs, inputs] of a matrix.
     shape: tuple[int, ...]
-    #: "linear" and "head" are matrices of products, "embedding" a table, "vector" a norm or bias, "copy" another weight
-    #: in fewer bits.
+    #: "linear" and "head" are matrices of products, "embedding" a table, "vector" a norm or bias.
     kind: WeightKind
     #: As in ``NUMBER_BYTES``.
     dtype: str

@@ -30,8 +30,6 @@ class LayerContext:
     tp_size: int = 1
     #: Indices of the network's layers that this pipeline stage computes; None: all.
     layers: range | None = None
-    #: Whether the head finds the most likely tokens with a copy in fewer bits, see ``ScreenedHead``.
-    screen_head: bool = False
     #: Slots for adapters' low-rank products, and the greatest rank of one; 0: layers have none.
     max_loras: int = 0
     max_lora_rank: int = 0

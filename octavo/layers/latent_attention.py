@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from octavo.core.kv_spec import KVSpec
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec, LayerCache
+from octavo.kernels.interface import AttentionSpec
 from octavo.kernels.packed_weight import PackedHeads
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.base import Layer, Weight

@@ -94,7 +94,7 @@ class ParallelLinear(Layer, LoraLayer):
         self.lora_parts = {part.name: (part.full_rows, in_features) for part in parts}
         if context.max_loras:
             slots = context.low_rank_shape(local_in_features, *(part.size for part in parts))
-            self.low_rank = context.kernels.make_low_rank(slots)
+            self.low_rank = context.kernels.adapters.make_low_rank(slots)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in], of the network's type or float32, to [T, out] of the network's type."""

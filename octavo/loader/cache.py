@@ -16,9 +16,9 @@ from octavo.core.errors import DownloadError, OctavoError
 
 logger = logging.getLogger(__name__)
 
-#: Folders of the cache, and how their models came there.
+#: Folders of the cache, and how their models came there: of GGUF files configuration and tokenizer are converted.
 _KINDS = {"builtin": "downloaded", "models": "converted", "shapes": "shape"}
-#: Name of a model's folder: its own name, the type of converted weights, and a hash of what it was made of.
+#: Name of a folder: that of the model, the type of weights that earlier versions converted, and a hash of its source.
 _NAME = re.compile(r"(?P<name>.+?)(-(?P<dtype>float32|bfloat16))?-[0-9a-f]{16}")
 
 
@@ -88,7 +88,7 @@ class CachedModel:
     name: str
     #: "downloaded", "converted" or "shape".
     kind: str
-    #: Of a converted model's weights.
+    #: Of weights that an earlier version converted; None: there are none.
     dtype: str | None
     folder: Path
     #: Bytes of its files.

@@ -71,7 +71,9 @@ def refuse_misfits(folder: Path, config: ModelConfig, entries: Sequence[Entry], 
         if problem.tensor is not None and problem.problem == _MISSING:
             missing.append(problem.tensor)
         else:
-            raise WeightError(_sentence(problem))
+            raise WeightError(
+                problem.problem if problem.tensor is None else f"tensor {problem.tensor!r} {problem.problem}"
+            )
     if missing:
         raise missing_tensors(missing)
 
@@ -109,15 +111,14 @@ def check_model(folder: Path, config: ModelConfig, gguf: Path | None = None) -> 
 _MISSING = "is missing"
 
 
-def _sentence(problem: Problem) -> str:
-    return problem.problem if problem.tensor is None else f"tensor {problem.tensor!r} {problem.problem}"
-
-
 def _header_problems(
     stored: Mapping[str, Stored], config: ModelConfig, entries: Sequence[Entry], shapes: Shapes
 ) -> Iterator[Problem]:
     """Passes tensors without memory through the checkpoint map and compares what comes out with the network."""
-    pairs: Pairs = ((name, _outline(entry)) for name, entry in stored.items())
+    pairs: Pairs = (
+        (name, torch.empty(entry.shape, dtype=_TORCH_DTYPES.get(entry.dtype, torch.bool), device="meta"))
+        for name, entry in stored.items()
+    )
     for entry in entries:
         pairs = entry.apply(pairs, shapes)
     seen: set[str] = set()
@@ -132,10 +133,6 @@ def _header_problems(
     for name in shapes:
         if name not in seen:
             yield Problem(name, _MISSING)
-
-
-def _outline(stored: Stored) -> Tensor:
-    return torch.empty(stored.shape, dtype=_TORCH_DTYPES.get(stored.dtype, torch.bool), device="meta")
 
 
 def _hint(shape: tuple[int, ...], expected: tuple[int, ...] | None, config: ModelConfig) -> str:

@@ -36,15 +36,12 @@ def read_head_config(folder: Path, method: EagleMethod, target: ModelConfig) -> 
         WeightError: there are no safetensors, or a tensor is missing, unexpected or of the wrong shape or type; the
             message names it.
     """
-    file = folder / "config.json"
-    config = fit_to(read_eagle_config(method, ConfigReader(read_json(file), file)), target)
-    stored = read_headers(folder)
+    config, stored = read_dummy_config(folder, method, target), read_headers(folder)
     names = {name.removeprefix("model.") for name in stored}
     config = replace(
         config,
         fc_bias="fc.bias" in names,
-        own_embedding=method == "eagle3"
-        and ("embed_tokens.weight" in names or config.hidden_size != target.hidden_size),
+        own_embedding=method == "eagle3" and ("embed_tokens.weight" in names or config.own_embedding),
     )
     head = outline(config, "float32")
     shapes = head.tensor_shapes()

@@ -33,10 +33,8 @@ def write_tokenizer(file: GGUFFile, folder: Path, vocab_size: int) -> None:
     data = _Data(file, vocab_size)
     if data.kind == "gpt2":
         tokenizer = _byte_level(data)
-    elif data.kind == "llama":
+    elif data.kind in ("llama", "t5"):
         tokenizer = _sentencepiece(data).build()
-    elif data.kind == "t5":
-        tokenizer = _unigram(data).build()
     else:
         tokenizer = _word_piece(data)
     config = _config(data)
@@ -131,35 +129,19 @@ def _family(data: _Data) -> PreTokenizer:
 
 
 def _sentencepiece(data: _Data) -> SentencePieceModel:
-    """SentencePiece BPE with byte fallback (Llama 2, Mistral, Gemma)."""
-    unknown = data.token_id("unknown")
+    """SentencePiece BPE with byte fallback (Llama 2, Mistral, Gemma), or a unigram model (T5)."""
+    unigram, unknown, charsmap = data.kind == "t5", data.token_id("unknown"), data.get("precompiled_charsmap")
     return SentencePieceModel(
         data.path,
         data.tokens,
         data.scores(),
         data.types,
-        unigram=False,
-        unk_id=-1 if unknown is None else unknown,
-        byte_fallback=True,
+        unigram=unigram,
+        unk_id=unknown if unknown is not None else 0 if unigram else -1,
+        byte_fallback=not unigram or BYTE in data.types,
         prefix_space=data.flag("add_space_prefix", True),
-        collapse_spaces=False,
-    )
-
-
-def _unigram(data: _Data) -> SentencePieceModel:
-    """A SentencePiece unigram model (T5)."""
-    charsmap = data.get("precompiled_charsmap")
-    return SentencePieceModel(
-        data.path,
-        data.tokens,
-        data.scores(),
-        data.types,
-        unigram=True,
-        unk_id=data.token_id("unknown") or 0,
-        byte_fallback=BYTE in data.types,
-        prefix_space=data.flag("add_space_prefix", True),
-        collapse_spaces=data.flag("remove_extra_whitespaces", True),
-        charsmap=charsmap.tobytes() if hasattr(charsmap, "tobytes") else b"",
+        collapse_spaces=unigram and data.flag("remove_extra_whitespaces", True),
+        charsmap=charsmap.tobytes() if unigram and hasattr(charsmap, "tobytes") else b"",
     )
 
 

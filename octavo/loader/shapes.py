@@ -8,38 +8,50 @@ from pathlib import Path
 from typing import Any
 
 from octavo.loader.cache import cache_dir, publish
+from octavo.models.registry import NETWORKS
 
 
-def _llama3(factor: float, **shape: Any) -> dict[str, Any]:
-    """config.json of a Llama 3.1 or 3.2 model."""
+def _decoder(
+    architecture: str,
+    vocab_size: int,
+    width: int,
+    inner: int,
+    layers: int,
+    heads: tuple[int, int],
+    context: int,
+    ends: tuple[int, int],
+    **others: Any,
+) -> dict[str, Any]:
+    """config.json of a model of Llama's kind; ``heads`` are those of queries and of keys, ``ends`` BOS and EOS."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": NETWORKS[architecture][0],
         "dtype": "bfloat16",
-        "vocab_size": 128256,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "hidden_act": "silu",
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-        **shape,
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "max_position_embeddings": context,
+        "bos_token_id": ends[0],
+        "eos_token_id": ends[1],
+        **others,
     }
 
 
+def _llama3(width: int, inner: int, layers: int, factor: float, **others: Any) -> dict[str, Any]:
+    """A Llama 3.1 or 3.2 model."""
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    others |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_parameters": rope}
+    others |= {"attention_bias": False, "mlp_bias": False}
+    size = (128256, width, inner, layers, (32, 8), 131072, (128000, 128001))
+    return _decoder("LlamaForCausalLM", *size, **others)
+
+
 def _opt(width: int, layers: int, heads: int) -> dict[str, Any]:
-    """config.json of an OPT model."""
+    """An OPT model."""
     return {
         "architectures": ["OPTForCausalLM"],
         "model_type": "opt",
@@ -58,69 +70,34 @@ def _opt(width: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe(**shape: Any) -> dict[str, Any]:
-    """config.json of a Qwen3 mixture of experts."""
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "dtype": "bfloat16",
-        "vocab_size": 151936,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-        **shape,
-    }
+def _qwen3_moe(
+    width: int, inner: int, layers: int, heads: tuple[int, int], experts: tuple[int, int, int], **others: Any
+) -> dict[str, Any]:
+    """A Qwen3 mixture of experts: how many, of a token, and their inner size."""
+    others = {"head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, **others}
+    others |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    others |= dict(zip(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), experts, strict=True))
+    return _decoder("Qwen3MoeForCausalLM", 151936, width, inner, layers, heads, 40960, (151643, 151645), **others)
 
 
-def _gemma3(window: int, layers: int, **shape: Any) -> dict[str, Any]:
-    """config.json of the text part of a Gemma 3 model: every sixth layer attends to all tokens."""
+def _gemma3(
+    window: int, width: int, inner: int, layers: int, heads: tuple[int, int], context: int, **others: Any
+) -> dict[str, Any]:
+    """The text part of a Gemma 3 model: every sixth layer attends to all tokens."""
     kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
-    return {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "dtype": "bfloat16",
-        "vocab_size": 262144,
-        "num_hidden_layers": layers,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "sliding_window": window,
-        "layer_types": kinds,
-        "tie_word_embeddings": True,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        **shape,
-    }
+    others |= {"sliding_window": window, "layer_types": kinds, "head_dim": 256, "query_pre_attn_scalar": 256}
+    others |= {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+    others |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    return _decoder("Gemma3ForCausalLM", 262144, width, inner, layers, heads, context, (2, 1), **others)
 
 
+_MISTRAL = _decoder(
+    "MistralForCausalLM", 32000, 4096, 14336, 32, (32, 8), 32768, (1, 2), hidden_act="silu", rms_norm_eps=1e-5
+)
 #: Name to the content of config.json, for load_format="dummy".
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b-shape": _llama3(
-        32.0,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        head_dim=64,
-        tie_word_embeddings=True,
-    ),
-    "llama-3.1-8b-shape": _llama3(
-        8.0,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        head_dim=128,
-        tie_word_embeddings=False,
-    ),
+    "llama-3.2-1b-shape": _llama3(2048, 8192, 16, 32.0, head_dim=64, tie_word_embeddings=True),
+    "llama-3.1-8b-shape": _llama3(4096, 14336, 32, 8.0, head_dim=128, tie_word_embeddings=False),
     "opt-125m-shape": _opt(768, layers=12, heads=12),
     "opt-13b-shape": _opt(5120, layers=40, heads=40),
     "gpt2-shape": {
@@ -138,65 +115,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     # No model of this name exists: the proportions of Qwen3-30B-A3B at a thirtieth of its size.
     "qwen3-moe-1b-a0.3b-shape": _qwen3_moe(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=64,
-        num_experts=48,
-        num_experts_per_tok=6,
-        moe_intermediate_size=384,
-        tie_word_embeddings=True,
+        1024, 3072, 16, (16, 4), (48, 6, 384), head_dim=64, tie_word_embeddings=True
     ),
-    "qwen3-30b-a3b-shape": _qwen3_moe(
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        tie_word_embeddings=False,
-    ),
-    "mistral-7b-v0.1-shape": {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "dtype": "bfloat16",
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "gemma-3-270m-shape": _gemma3(
-        512,
-        18,
-        hidden_size=640,
-        intermediate_size=2048,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        max_position_embeddings=32768,
-    ),
+    "qwen3-30b-a3b-shape": _qwen3_moe(2048, 6144, 48, (32, 4), (128, 8, 768), tie_word_embeddings=False),
+    "mistral-7b-v0.1-shape": _MISTRAL | {"rope_theta": 1e4, "sliding_window": 4096, "tie_word_embeddings": False},
+    "gemma-3-270m-shape": _gemma3(512, 640, 2048, 18, (4, 1), 32768),
     "gemma-3-12b-shape": _gemma3(
-        1024,
-        48,
-        hidden_size=3840,
-        intermediate_size=15360,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        1024, 3840, 15360, 48, (16, 8), 131072, rope_scaling={"rope_type": "linear", "factor": 8.0}
     ),
 }
 

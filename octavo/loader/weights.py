@@ -1,16 +1,16 @@
 """Streams the tensors of a safetensors checkpoint into a network, one at a time.
 
 Files are memory-mapped. On the CPU they are remapped every few MB, so besides the network only one tensor and a few MB
-of pages are in memory. To a GPU several files are copied concurrently, each by a thread.
+of pages are in memory. To a GPU several tensors are copied concurrently, each by a thread.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import queue
-import threading
+from collections import deque
 from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ _MAX_INDEX_BYTES = 64 << 20
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 #: A file is remapped after this many bytes: pages of a mapping count as the process's memory until it is dropped.
 _MAPPED_BYTES = 16 << 20
-#: Files that are copied to a GPU concurrently, as one thread alternates between reading and copying.
+#: Tensors that are copied to a GPU concurrently, as one thread alternates between reading and copying.
 _MAX_THREADS = 4
 
 
@@ -139,69 +139,35 @@ def read_safetensors(folder: Path) -> Generator[tuple[str, Tensor]]:
 
 
 def read_safetensors_to(folder: Path, device: torch.device | str) -> Generator[tuple[str, Tensor]]:
-    """As ``read_safetensors``, with new tensors on ``device``, in no fixed order.
+    """As ``read_safetensors``, with new tensors on ``device``; threads read the next ones meanwhile.
 
-    Threads read ahead: close the generator if it is not exhausted.
+    Close the generator if it is not exhausted.
     """
-    files = queue.SimpleQueue[tuple[Path, set[str]]]()
-    for entry in _files(folder).items():
-        files.put(entry)
-    threads = min(files.qsize(), _MAX_THREADS)
-    # None: a thread has ended.
-    read = queue.Queue[tuple[str, Tensor] | WeightError | None](maxsize=threads)
-    closed = threading.Event()
+    ahead: deque[tuple[Path, str, Future[Tensor]]] = deque()
 
-    def put(item: tuple[str, Tensor] | WeightError | None) -> bool:
-        while not closed.is_set():
-            try:
-                read.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def work() -> None:
+    def next_tensor() -> tuple[str, Tensor]:
+        file, name, tensor = ahead.popleft()
         try:
-            while True:
-                file, expected = files.get_nowait()
-                for item in _tensors_to(file, expected, device):
-                    if not put(item):
-                        return
-        except queue.Empty:
-            put(None)
-        except WeightError as e:
-            put(e)
+            return name, tensor.result()
+        except (SafetensorError, OSError) as e:
+            raise _unreadable(file, e) from None
         except Exception as e:
-            put(WeightError(f"{file} could not be copied to {device}: {type(e).__name__}: {e}"))
+            raise WeightError(f"{file} could not be copied to {device}: {type(e).__name__}: {e}") from e
 
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    try:
-        running = threads
-        while running:
-            item = read.get()
-            if isinstance(item, WeightError):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield item
-    finally:
-        closed.set()
-        for worker in workers:
-            worker.join()
-
-
-def _tensors_to(file: Path, expected: set[str], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
-    try:
-        names = _names(file, expected)
-        with safe_open(file, framework="pt", device=str(device)) as handle:
+    with ThreadPoolExecutor(_MAX_THREADS) as pool:
+        for file, expected in _files(folder).items():
+            try:
+                names = _names(file, expected)
+                handle = safe_open(file, framework="pt", device=str(device))
+            except (SafetensorError, OSError) as e:
+                raise _unreadable(file, e) from None
             for name in names:
                 # On the CPU (tests only) a tensor is a view of the mapped file.
-                yield name, handle.get_tensor(name)
-    except (SafetensorError, OSError) as e:
-        raise _unreadable(file, e) from None
+                ahead.append((file, name, pool.submit(handle.get_tensor, name)))
+                if len(ahead) > _MAX_THREADS:
+                    yield next_tensor()
+        while ahead:
+            yield next_tensor()
 
 
 def _names(file: Path, expected: set[str]) -> list[str]:

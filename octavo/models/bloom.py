@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import LayerCache
 from octavo.layers.context import LayerContext
 from octavo.layers.norm import LayerNorm
 from octavo.models.checkpoint import Rename

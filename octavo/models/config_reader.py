@@ -99,22 +99,11 @@ def shape_fields(reader: ConfigReader, head_dim: int | None = None) -> dict[str,
     Raises:
         ConfigError: a value is missing, of the wrong type or impossible.
     """
-    hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
-    kv_heads = reader.positive("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ConfigError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
-    head_dim = reader.positive("head_dim", head_dim or hidden // heads or 1)
+    fields = _common_shape(reader, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    head_dim = reader.positive("head_dim", head_dim or fields["hidden_size"] // fields["num_heads"] or 1)
     if head_dim % 2:
         raise ConfigError(f"head_dim must be even, not {head_dim}: rotary positions turn pairs of dimensions")
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": reader.positive("intermediate_size"),
-        "num_layers": reader.positive("num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        **common_fields(reader),
-    }
+    return {"intermediate_size": reader.positive("intermediate_size"), "head_dim": head_dim, **fields}
 
 
 def decoder_fields(
@@ -132,18 +121,23 @@ def decoder_fields(
     Raises:
         ConfigError: a value is missing, of the wrong type or impossible.
     """
-    size, count = reader.positive(hidden), reader.positive(heads)
+    fields = _common_shape(reader, hidden, layers, heads, kv_heads)
+    size, count = fields["hidden_size"], fields["num_heads"]
     if size % count:
         raise ConfigError(f"{reader.file}: {hidden} ({size}) must be a multiple of {heads} ({count})")
+    return {"head_dim": size // count, **fields}
+
+
+def _common_shape(reader: ConfigReader, hidden: str, layers: str, heads: str, kv_heads: str | None) -> dict[str, Any]:
+    count = reader.positive(heads)
     kv_count = reader.positive(kv_heads, count) if kv_heads else count
     if count % kv_count:
         raise ConfigError(f"{reader.file}: {heads} ({count}) must be a multiple of {kv_heads} ({kv_count})")
     return {
-        "hidden_size": size,
+        "hidden_size": reader.positive(hidden),
         "num_layers": reader.positive(layers),
         "num_heads": count,
         "num_kv_heads": kv_count,
-        "head_dim": size // count,
         **common_fields(reader),
     }
 
@@ -209,8 +203,8 @@ def rotary_fields(reader: ConfigReader, head_dim: int) -> dict[str, Any]:
     return {"rope": rope, "max_position": longest_context(rope)}
 
 
-def read_layer_types(reader: ConfigReader, layers: int) -> list[str] | None:
-    """layer_types, a name for each layer: full_attention or sliding_attention; None when absent."""
+def read_windows(reader: ConfigReader, layers: int, window: int) -> tuple[int | None, ...] | None:
+    """The window of each layer, by layer_types; None when absent."""
     types = reader.raw.get("layer_types")
     if types is None:
         return None
@@ -221,7 +215,7 @@ def read_layer_types(reader: ConfigReader, layers: int) -> list[str] | None:
         raise UnsupportedModelError(
             f"layer type {min(unknown)!r} is not supported; supported: full_attention, sliding_attention"
         )
-    return types
+    return tuple(window if name == "sliding_attention" else None for name in types)
 
 
 def longest_context(rope: RopeConfig) -> int:

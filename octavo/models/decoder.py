@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import LayerCache
 from octavo.layers.attention import Attention
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
@@ -117,10 +117,6 @@ class Decoder(Network):
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [n, E] to logits float32 [n, vocab]."""
         return self.head(hidden)
-
-    def logits_or_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See ``Network``; a family that changes the logits that the head gives has to override it too."""
-        return self.head.logits_or_tokens(hidden)
 
     def pool(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """The hidden state of each sequence's last token, after the norm: float32 [S, E]."""

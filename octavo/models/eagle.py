@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec, LayerCache
+from octavo.kernels.interface import AttentionSpec
 from octavo.layers.attention import Attention
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext

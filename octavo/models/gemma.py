@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig, RopeConfig
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec, LayerCache
+from octavo.kernels.interface import AttentionSpec
 from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.norm import RMSNorm
 from octavo.models.checkpoint import Drop, Rename
-from octavo.models.config_reader import ConfigReader, read_layer_types, read_rope, refuse_activations, shape_fields
+from octavo.models.config_reader import ConfigReader, read_rope, read_windows, refuse_activations, shape_fields
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.llama import LlamaLayer
 
@@ -58,8 +59,6 @@ class GemmaForCausalLM(Decoder):
     def __init__(self, config: GemmaConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         self.kernels, self.logit_cap = context.kernels, config.logit_cap
-        if context.screen_head and config.logit_cap is not None:
-            raise ConfigError("screen_lm_head needs a network without a soft cap of logits")
         if self.is_first:
             # As it was trained: the factor is rounded to the type of the embeddings.
             self.embed_tokens.scale = torch.tensor(config.hidden_size**0.5, dtype=context.dtype).item()
@@ -83,10 +82,6 @@ class GemmaForCausalLM(Decoder):
         """With the cap of Gemma 2."""
         logits = super().logits(hidden)
         return logits if self.logit_cap is None else self.kernels.soft_cap(logits, self.logit_cap)
-
-    def logits_or_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As ``logits``; capped ones tie where others do not, so that a screened head would choose other tokens."""
-        return super().logits_or_tokens(hidden) if self.logit_cap is None else (self.logits(hidden), None)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
@@ -214,11 +209,11 @@ def _windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
     """The window of each layer: by ``layer_types``, or the last of each ``sliding_window_pattern`` layers has none."""
     if "sliding_window_pattern" not in reader.raw:
         return (None,) * layers
-    window, types = reader.positive("sliding_window"), read_layer_types(reader, layers)
-    if types is None:
-        pattern = reader.positive("sliding_window_pattern")
-        return tuple(window if (i + 1) % pattern else None for i in range(layers))
-    return tuple(window if name == "sliding_attention" else None for name in types)
+    window = reader.positive("sliding_window")
+    if (windows := read_windows(reader, layers, window)) is not None:
+        return windows
+    pattern = reader.positive("sliding_window_pattern")
+    return tuple(window if (i + 1) % pattern else None for i in range(layers))
 
 
 def _cap(reader: ConfigReader, name: str) -> float | None:

@@ -12,8 +12,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec, LayerCache
+from octavo.kernels.interface import AttentionSpec
 from octavo.kernels.packed_weight import Activation
 from octavo.layers.alibi import alibi_slopes
 from octavo.layers.attention import Attention

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec, LayerCache
+from octavo.kernels.interface import AttentionSpec
 from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
 from octavo.layers.latent_attention import LatentAttention
@@ -21,8 +22,8 @@ from octavo.models.checkpoint import Drop, Entry
 from octavo.models.config_reader import (
     ConfigReader,
     longest_context,
-    read_layer_types,
     read_rope,
+    read_windows,
     refuse_activations,
     shape_fields,
 )
@@ -119,10 +120,9 @@ def _windows(architecture: str, reader: ConfigReader, layers: int) -> tuple[int 
     if "sliding_window" in raw and raw["sliding_window"] is None:
         return (None,) * layers
     window = reader.positive("sliding_window", 4096)
-    types = read_layer_types(reader, layers)
-    if types is None:
-        first = raw.get("max_window_layers", 28)
-        if not isinstance(first, int):
-            raise ConfigError(f"{reader.file}: max_window_layers must be an integer, not {first!r}")
-        return tuple(window if i >= first else None for i in range(layers))
-    return tuple(window if name == "sliding_attention" else None for name in types)
+    if (windows := read_windows(reader, layers, window)) is not None:
+        return windows
+    first = raw.get("max_window_layers", 28)
+    if not isinstance(first, int):
+        raise ConfigError(f"{reader.file}: max_window_layers must be an integer, not {first!r}")
+    return tuple(window if i >= first else None for i in range(layers))

@@ -14,7 +14,7 @@ from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
 from octavo.layers.moe import SparseMoE
 from octavo.models.checkpoint import Entry, Rename, Unstack
-from octavo.models.config_reader import ConfigReader, read_layer_types
+from octavo.models.config_reader import ConfigReader, read_windows
 from octavo.models.llama import LlamaForCausalLM, LlamaLayer, make_mlp
 from octavo.models.olmo2 import norm_over_heads
 
@@ -112,10 +112,10 @@ def _windows(architecture: str, reader: ConfigReader, layers: int) -> tuple[int 
     window = reader.positive("sliding_window")
     if architecture != "Qwen2MoeForCausalLM":
         return (window,) * layers
-    types = read_layer_types(reader, layers)
-    if types is None:
+    windows = read_windows(reader, layers, window)
+    if windows is None:
         raise ConfigError(f"{reader.file}: with use_sliding_window, layer_types must name the layers that have it")
-    return tuple(window if name == "sliding_attention" else None for name in types)
+    return windows
 
 
 def _sparse_layers(reader: ConfigReader, layers: int) -> tuple[bool, ...]:

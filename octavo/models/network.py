@@ -9,8 +9,8 @@ from torch import Tensor
 
 from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import LayerCache
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import Entry
@@ -97,10 +97,6 @@ class Network(Layer, ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [n, E] to logits float32 [n, vocab]; last stage only."""
         raise NotImplementedError(f"{type(self).__name__} has no language-model head")
-
-    def logits_or_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``logits`` and ``most_likely`` of ``ForwardOutput`` for hidden states [n, E]; for recorded steps."""
-        return self.logits(hidden), None
 
     def pool(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, E] of the batch's tokens to a vector for each sequence, float32 [S, D]; last stage only.

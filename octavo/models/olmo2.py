@@ -11,8 +11,8 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import LayerCache
 from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
 from octavo.layers.mlp import GatedMLP

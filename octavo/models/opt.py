@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import LayerCache
 from octavo.layers.context import LayerContext
 from octavo.layers.linear import RowParallelLinear
 from octavo.layers.norm import LayerNorm
@@ -102,14 +102,9 @@ class OPTForCausalLM(GPTDecoder):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Projected to the width of the embedding."""
-        return self.head(self._projected(hidden))
-
-    def logits_or_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As ``logits``."""
-        return self.head.logits_or_tokens(self._projected(hidden))
-
-    def _projected(self, hidden: Tensor) -> Tensor:
-        return hidden if self.project_out is None else self.project_out(hidden[:, self.project_out.columns])
+        if self.project_out is not None:
+            hidden = self.project_out(hidden[:, self.project_out.columns])
+        return self.head(hidden)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:

@@ -1,7 +1,4 @@
-"""Bytes and operations of a network, derived from its weights and KV specs; no other module computes them.
-
-They need no loaded weights: ``outline_network`` makes a network without memory.
-"""
+"""Sizes of a network, derived from its weights and KV specs: ``outline`` makes one without memory to ask them of."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def num_active_parameters(network: Network) -> int:
 
 
 def _parameters(network: Network) -> list[Weight]:
-    return [weight for weight in network.weights() if not weight.is_tied and weight.kind != "copy"]
+    return [weight for weight in network.weights() if not weight.is_tied]
 
 
 def size_bytes(*weights: Weight) -> int:
@@ -75,34 +72,6 @@ def loading_bytes(network: Network, *, copies: bool) -> int:
     return size_bytes(*weights) + (max(map(size_bytes, matrices(network)), default=0) if copies else 0)
 
 
-def weight_bytes_read(network: Network, tokens: int = 1) -> int:
-    """Least bytes of weights that a step of ``tokens`` tokens reads: each matrix once.
-
-    Of experts those that are chosen, on average if all are chosen equally often and independently.
-    """
-    return round(sum(size_bytes(weight) * (1 - (1 - weight.active) ** tokens) for weight in matrices(network)))
-
-
 def kv_bytes_per_token(network: Network) -> int:
     """Bytes of a token's KV entries in all layers of this rank, without padding."""
     return sum(spec.bytes_per_token for spec in network.kv_specs)
-
-
-def layer_weights(network: Network) -> int:
-    """Elements of the matrices of all layers that a token is multiplied with, without the embedding and the head."""
-    weights = (weight for weight in network.weights() if weight.kind == "linear")
-    return round(sum(math.prod(weight.shape) * weight.active for weight in weights))
-
-
-def prefill_operations(network: Network, tokens: int) -> int:
-    """Operations (a multiply-add is two) to prefill one prompt: matrices, causal attention, one row of logits."""
-    c = network.config
-    products = 2 * layer_weights(network) * tokens
-    attention = 4 * c.num_heads * sum(spec.head_dim * _pairs(tokens, spec.window) for spec in network.kv_specs)
-    return products + attention + 2 * c.vocab_size * c.hidden_size
-
-
-def _pairs(tokens: int, window: int | None) -> int:
-    """Pairs of a token of a prompt and one that it attends to, itself included."""
-    near = min(tokens, window or tokens)
-    return near * (near + 1) // 2 + (tokens - near) * near

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.core.plan import StepPlan
-from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.cache import LayerCache
+from octavo.kernels.interface import Kernels
 
 #: Makes the caches of all layers with so many blocks of each KV group.
 MakeCache = Callable[[Sequence[int]], list[LayerCache]]

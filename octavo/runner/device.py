@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -20,8 +20,15 @@ from octavo.runner.memory import CacheSize, CudaMemory, WorkerShare
 from octavo.runner.pending import CudaTimer, CudaTimers
 from octavo.runner.step_inputs import FlatInputs
 
-if TYPE_CHECKING:
-    from octavo.runner.profile import LargestStep
+
+class MeasuredStep(Protocol):
+    """The largest step, run to see what memory it takes."""
+
+    def run(self) -> None:
+        """Runs it eagerly."""
+
+    def graph_bytes(self, in_use: Callable[[], int]) -> int:
+        """Bytes of the device that captured steps will take beside eager ones; ``in_use`` tells those in use."""
 
 
 class Device(ABC):
@@ -45,7 +52,7 @@ class Device(ABC):
 
     @abstractmethod
     def cache_size(
-        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], LargestStep]
+        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], MeasuredStep]
     ) -> CacheSize:
         """The KV cache that fits beside the weights and the largest step.
 
@@ -93,7 +100,7 @@ class HostDevice(Device):
         return self._share.free_memory()
 
     def cache_size(
-        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], LargestStep]
+        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], MeasuredStep]
     ) -> CacheSize:
         """See ``memory.cache_size``; the largest step is estimated."""
         free = self._free_for_caches()
@@ -135,7 +142,7 @@ class CudaDevice(Device):
         return self._memory.free()
 
     def cache_size(
-        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], LargestStep]
+        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], MeasuredStep]
     ) -> CacheSize:
         """See ``memory.gpu_cache_size``; the largest step is measured, and what captured steps take."""
         step = largest_step()

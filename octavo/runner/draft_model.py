@@ -19,8 +19,8 @@ from torch import Tensor
 from octavo.core.config import EngineConfig
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
-from octavo.kernels.interface import LayerCache
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
 from octavo.loader.resolve import gguf_source, resolve_model, weight_quantization
@@ -70,7 +70,6 @@ class DraftModelSource(DraftSource):
             max_loras=0,
             max_lora_rank=0,
             virtual_tokens=0,
-            screen_head=False,
         )
 
 
@@ -140,7 +139,7 @@ class DraftModel(WorkerDrafter):
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> ForwardOutput:
         """See ``WorkerDrafter``."""
         kernels, network = self._context.kernels, self.network
-        kernels.begin_adapters(batch)
+        kernels.adapters.begin(batch)
         hidden = network.forward(batch, list(caches))
         return ForwardOutput(hidden, network.logits(kernels.take_sampled(hidden, batch)))
 

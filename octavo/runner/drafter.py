@@ -9,7 +9,7 @@ says how many there were.
 
 KV cache. The layers of a drafter have caches of their own shape, in the blocks of the model: one block table addresses
 both, so that allocation, prefix cache, copy-on-write, swaps and sleep are those of the model, and a block is larger by
-the drafter's layers (``ModelRunner.kv_groups``). What a drafter reads there never decides an answer, so it may be
+the drafter's layers (``KVLayers.group_bytes``). What a drafter reads there never decides an answer, so it may be
 missing or stale. A drafter may write where the step computes, and, for positions before those, what belongs there: in
 shared blocks, all that share them have the same tokens.
 
@@ -28,12 +28,11 @@ from dataclasses import dataclass, field
 import msgspec
 from torch import Tensor
 
-from octavo.core.config import EngineConfig
 from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
-from octavo.kernels.interface import LayerCache
 from octavo.layers.context import LayerContext
 from octavo.models.eagle import FeatureReader
 from octavo.models.network import Network
@@ -146,21 +145,6 @@ class DraftSource(ABC):
         Raises:
             OctavoError: the weights cannot be read, or do not fit the model.
         """
-
-
-def find_drafter(options: EngineConfig, config: ModelConfig) -> DraftSource | None:
-    """The drafter of the options for a model of this configuration, if it has a network of its own.
-
-    Raises:
-        OctavoError: there is none of that name, or it does not fit the model.
-    """
-    from octavo.runner.draft_model import DraftModelSource
-    from octavo.runner.eagle import EagleSource
-
-    given = options.speculative_config
-    if given is None or not given.drafts_on_workers:
-        return None
-    return DraftModelSource.of(options) if given.method == "draft_model" else EagleSource.of(options, config)
 
 
 def add_drafts(

@@ -22,8 +22,8 @@ from torch import Tensor
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
-from octavo.kernels.interface import LayerCache
 from octavo.layers.context import LayerContext
 from octavo.loader.eagle import load_head, make_dummy_head, read_dummy_config, read_head_config
 from octavo.loader.resolve import resolve_model
@@ -141,7 +141,7 @@ class EagleDrafter(WorkerDrafter):
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> ForwardOutput:
         """See ``WorkerDrafter``: the head's results at the sampled rows, without logits."""
-        self._kernels.begin_adapters(batch)
+        self._kernels.adapters.begin(batch)
         hidden = self.network.forward_layers(self._features[: len(batch.token_ids)], batch, list(caches))
         return ForwardOutput(self._kernels.take_sampled(hidden, batch))
 
@@ -259,7 +259,7 @@ class EagleDrafter(WorkerDrafter):
         """With the noise of the rows' requests."""
         slots = self._batch.adapters[rows]
         device = hidden.device
-        self._kernels.use_adapters(torch.from_numpy(slots).to(device) if (slots >= 0).any() else None)
+        self._kernels.adapters.use(torch.from_numpy(slots).to(device) if (slots >= 0).any() else None)
         logits, ids = self.network.logits(hidden), self.network.target_ids
         if ids is not None:
             drafted = logits

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from octavo.core.errors import ConfigError
 from octavo.core.kv_spec import KVGroup, KVSpec, group_layers
-from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.cache import LayerCache
+from octavo.kernels.interface import Kernels
 
 
 class KVLayers:

@@ -22,7 +22,8 @@ from torch import Tensor
 from octavo.core.adapters import AdapterRef
 from octavo.core.config import EngineConfig
 from octavo.core.plan import NewSequence
-from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.cache import LayerCache
+from octavo.kernels.interface import Kernels
 from octavo.layers.context import LayerContext
 from octavo.layers.linear import share_heads
 from octavo.loader.adapters.prompt import VirtualTokens, VirtualTokenSizes, read_prompt_adapter

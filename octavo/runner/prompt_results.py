@@ -69,7 +69,7 @@ class PromptResults:
                 high = min(low + _ROWS, stop)
                 first = int(offsets[i]) + low - int(inputs.starts[i])
                 slots = torch.full((high - low,), slot, dtype=torch.int32, device=hidden.device) if slot >= 0 else None
-                self._kernels.use_adapters(slots)
+                self._kernels.adapters.use(slots)
                 logits = model.logits(hidden[first : first + high - low])
                 scored.append(self._sampler.start_prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count))
             if scored:

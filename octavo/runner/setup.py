@@ -18,6 +18,9 @@ from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
 from octavo.loader.resolve import gguf_source, weight_quantization
 from octavo.models.network import Network
+from octavo.runner.draft_model import DraftModelSource
+from octavo.runner.drafter import DraftSource
+from octavo.runner.eagle import EagleSource
 
 
 def make_kernels(
@@ -56,7 +59,6 @@ def make_context(
         layers=layout.layers(config.num_layers),
         # More are made with the KV cache, as many as it can use; the largest step has these.
         positions=options.token_budget,
-        screen_head=options.screen_lm_head,
         max_loras=options.max_loras if options.enable_lora else 0,
         max_lora_rank=options.max_lora_rank,
         virtual_tokens=options.num_virtual_tokens,
@@ -72,3 +74,15 @@ def load_network(options: EngineConfig, config: ModelConfig, context: LayerConte
     if options.load_format == "dummy":
         return make_dummy_model(config, context, options.seed)
     return load_model(folder, config, context, gguf_source(options.model))
+
+
+def find_drafter(options: EngineConfig, config: ModelConfig) -> DraftSource | None:
+    """The drafter of the options for a model of this configuration, if it has a network of its own.
+
+    Raises:
+        OctavoError: there is none of that name, or it does not fit the model.
+    """
+    speculation = options.speculative_config
+    if speculation is None or not speculation.drafts_on_workers:
+        return None
+    return DraftModelSource.of(options) if speculation.method == "draft_model" else EagleSource.of(options, config)

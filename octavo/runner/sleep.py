@@ -21,6 +21,8 @@ from octavo.kernels.pinned import host_empty
 from octavo.kernels.timing import KernelClock
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
+from octavo.models.sizes import weight_bytes
+from octavo.runner.loaded_model import LoadedModel
 
 #: Objects that layers refer to but do not own.
 _SHARED = (Kernels, KernelClock, LayerContext)
@@ -49,6 +51,46 @@ class SleepState:
     def bytes_freed(self) -> int:
         """Device memory that was freed."""
         return sum(p.size for p in self.emptied)
+
+
+class WeightSleep:
+    """Frees the memory of a model's weights, and brings them back."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        #: Weights of a GPU that are in host memory.
+        self._asleep: SleepState | None = None
+
+    def sleep(self, level: int) -> int:
+        """Bytes that were freed. Level 2 may follow level 1.
+
+        Level 1 moves the weights of a GPU to host memory; on a CPU they are there already, and stay as they are packed.
+        Level 2 drops the weights.
+        """
+        loaded = self._loaded
+        if not loaded.has_weights:
+            return 0
+        if level == 2:
+            freed = 0 if self._asleep else sum(map(weight_bytes, loaded.networks))
+            self._asleep = None
+            loaded.drop_weights()
+            return freed
+        if self._asleep is None and loaded.device.torch_device.type != "cpu":
+            self._asleep = put_to_sleep(loaded.networks)
+            return self._asleep.bytes_freed
+        return 0
+
+    def wake_up(self, num_positions: int) -> None:
+        """Restores the weights, read again for sequences of up to so many tokens if they were dropped.
+
+        Raises:
+            WeightError: the checkpoint cannot be read any more.
+        """
+        if not self._loaded.has_weights:
+            self._loaded.read_weights(num_positions)
+        if self._asleep is not None:
+            wake_up(self._asleep)
+            self._asleep = None
 
 
 @torch.inference_mode()

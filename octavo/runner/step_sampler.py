@@ -11,7 +11,7 @@ from octavo.kernels.forward_batch import ForwardOutput
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.pending import PendingTokens, QueuedStep
 from octavo.runner.step_inputs import StepInputs
-from octavo.sampling.outputs import PendingSamplerOutput, RowFailure
+from octavo.sampling.outputs import RowFailure
 from octavo.sampling.sampler import Sampler
 
 
@@ -21,13 +21,6 @@ class StepSampler:
     def __init__(self, batch: InputBatch, sampler: Sampler, in_flight: Iterable[QueuedStep], *, jumps: bool) -> None:
         """``in_flight``: the steps that are, oldest first, at any time. With ``jumps`` steps report forced tokens."""
         self._batch, self._sampler, self._in_flight, self._jumps = batch, sampler, in_flight, jumps
-
-    def wants_most_likely(self, inputs: StepInputs) -> bool:
-        """Whether every sequence that samples wants the most likely token and nothing else."""
-        rows = inputs.rows[inputs.sampling]
-        if inputs.forked is not None:
-            rows = np.concatenate([rows, inputs.forked.rows])
-        return self._sampler.takes_most_likely(rows)
 
     def sample(self, inputs: StepInputs, output: ForwardOutput, step: QueuedStep) -> None:
         """Queues the sampling of a step whose forward is queued, and counts the tokens as known."""
@@ -47,13 +40,10 @@ class StepSampler:
         if self._sampler.needs_tokens(rows):
             for earlier in self._in_flight:
                 earlier.receive()
-        if output.most_likely is None:
-            try:
-                sample = self._sampler.start(output.logits, sampled, positions)
-            except RowFailure as e:
-                raise SequenceError.of(seq_ids[rows.tolist().index(e.row)], e.error) from e.error
-        else:
-            sample = PendingSamplerOutput(output.most_likely.clone())  # the next step overwrites it
+        try:
+            sample = self._sampler.start(output.logits, sampled, positions)
+        except RowFailure as e:
+            raise SequenceError.of(seq_ids[rows.tolist().index(e.row)], e.error) from e.error
         step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows), drafted)
         if self._jumps and self._sampler.may_force(rows):
             step.find_forced = self._find_forced

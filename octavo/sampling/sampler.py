@@ -157,10 +157,6 @@ class Sampler:
         except RowError:  # again when the next token is sampled, where it ends the sequence
             return []
 
-    def takes_most_likely(self, rows: NDArray[np.int64]) -> bool:
-        """Whether ``start`` would choose the most likely token of each of these rows, and do nothing else."""
-        return self._special.isdisjoint(rows.tolist())
-
     def start(
         self, logits: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64] | None = None
     ) -> PendingSamplerOutput:

@@ -1,4 +1,4 @@
-"""Fields of messages: what changes nothing in the text that the chat template writes is refused, not lost unsaid."""
+"""Fields of messages: what the chat template does not read is refused, not lost unsaid."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.server.service import Service
 
 Messages = Sequence[Mapping[str, Any]]
 
-#: Accepted with any value, as a template that does not write them loses nothing: calls, which become text then, their
+#: Accepted with any value, as a template that does not read them loses nothing: calls, which become text then, their
 #: ids, whose order says the same, sources of a web search, marks for caches, and reasoning, which later turns do not
 #: repeat.
 _HARMLESS = frozenset(
@@ -27,9 +27,6 @@ _CHANGES = {
     "partial": "continue_final_message continues the last message",
     "refusal": "write it as the content",
 }
-
-#: Most different fields, as the template is run once without each.
-_MAX_FIELDS = 16
 
 
 def check_parts(service: Service, messages: Messages) -> None:
@@ -55,29 +52,18 @@ def check_parts(service: Service, messages: Messages) -> None:
                 _refuse(service, f"{where}.{name[:100]}", name)
 
 
-def further_fields(messages: Messages) -> dict[str, int]:
-    """Fields that a template need not write, each with the index of the first message that has it.
-
-    Raises:
-        ApiError: 400, they are too many.
-    """
-    fields: dict[str, int] = {}
-    for i, message in enumerate(messages):
-        for name in _given(message, _HARMLESS):
-            if name != "name" or message.get("role") != "tool":  # where tool_call_id says the same
-                fields.setdefault(name, i)
-    if len(fields) > _MAX_FIELDS:
-        raise ApiError(400, f"the messages have more than {_MAX_FIELDS} different fields", param="messages")
-    return fields
-
-
-def without(messages: Messages, name: str) -> list[dict[str, Any]]:
-    """The messages without a field."""
-    return [{key: value for key, value in message.items() if key != name} for message in messages]
+def further_fields(messages: Messages) -> list[tuple[int, str]]:
+    """Fields that a template need not read: (index of the message, name)."""
+    return [
+        (i, name)
+        for i, message in enumerate(messages)
+        for name in _given(message, _HARMLESS)
+        if name != "name" or message.get("role") != "tool"  # where tool_call_id says the same
+    ]
 
 
 def refuse_unread(service: Service, index: int, name: str) -> None:
-    """Refuses a field of a message without which the template writes the same text.
+    """Refuses a field of a message that the template does not read.
 
     With ``unknown_fields: ignore`` unknown ones are logged instead.
 
@@ -131,5 +117,5 @@ def _refuse(service: Service, where: str, name: str, param: str = "messages") ->
     if service.options.unknown_fields == "ignore":
         service.note_unknown(name)
         return
-    message = f"{where}: the field is unknown here and the model's chat template does not write it"
+    message = f"{where}: the field is unknown here and the model's chat template does not read it"
     raise ApiError(400, message, param=param, code="unknown_parameter")

@@ -10,7 +10,7 @@ from typing import Any
 from octavo.core.errors import InvalidRequestError
 from octavo.engine.fill_in_middle import no_fill_in_middle
 from octavo.server.errors import ApiError, unsupported
-from octavo.server.message_fields import check_parts, check_variables, further_fields, refuse_unread, without
+from octavo.server.message_fields import check_parts, check_variables, further_fields, refuse_unread
 from octavo.server.protocol import ChatMessage, CompletionRequest, Prediction, TemplateOptions
 from octavo.server.request_template import RequestTemplate
 from octavo.server.service import Service
@@ -155,10 +155,9 @@ async def render_chat(
             code="context_length_exceeded",
         )
     fields = further_fields(plain)
-    others = [without(plain, name) for name in fields]
-    text, same = await template.render(plain, others, options, short=length + 100 * len(plain) < _SHORT)
-    for (name, index), is_same in zip(fields.items(), same, strict=True):
-        if is_same:
+    text, read = await template.render(plain, fields, options, short=length + 100 * len(plain) < _SHORT)
+    for (index, name), is_read in zip(fields, read, strict=True):
+        if not is_read:
             refuse_unread(service, index, name)
     return text
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from octavo.engine.chat_template import choose_template, render_and_compare, template_variables
+from octavo.engine.chat_template import choose_template, render_and_read, template_variables
 from octavo.engine.request_templates import render_in_sandbox, variables_in_sandbox
 from octavo.server.cancellation import with_cancellation
 from octavo.server.errors import unsupported
@@ -35,12 +35,12 @@ class RequestTemplate:
     async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        others: Sequence[Sequence[Mapping[str, Any]]],
+        fields: Sequence[tuple[int, str]],
         options: Mapping[str, Any],
         *,
         short: bool,
     ) -> tuple[str, list[bool]]:
-        """``render_and_compare``; what is ``short`` is rendered at once by the model's own template.
+        """``render_and_read``; what is ``short`` is rendered at once by the model's own template.
 
         Raises:
             ApiError: the queue is full, or the client has left.
@@ -52,11 +52,11 @@ class RequestTemplate:
             return await _queued(
                 self.service,
                 self.request,
-                lambda: render_in_sandbox(sandbox, client, self.text, messages, others, options),
+                lambda: render_in_sandbox(sandbox, client, self.text, messages, fields, options),
             )
         if short:
-            return render_and_compare(self.text, messages, others, options)
-        return await asyncio.to_thread(render_and_compare, self.text, messages, others, options)
+            return render_and_read(self.text, messages, fields, options)
+        return await asyncio.to_thread(render_and_read, self.text, messages, fields, options)
 
 
 async def choose(service: Service, request: Request, body: TemplateOptions, *, has_tools: bool) -> RequestTemplate:

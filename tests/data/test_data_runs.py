@@ -27,7 +27,7 @@ class Echo(Generator):
     """Answers a text with itself, twice."""
 
     def __init__(self) -> None:
-        pass
+        self.columns = Columns("prompt", "out")
 
     def answer(self, prompts: Sequence[Any]) -> list[Answer]:
         return [Answer(p * 2) if isinstance(p, str) else Answer(None, "no text") for p in prompts]
@@ -45,7 +45,7 @@ def test_json_lines_are_cut_into_parts_that_hold_every_row_once(tmp_path: Path) 
     assert [rows for _, rows in parts] == [3, 3, 1]
     found = []
     for start, rows in parts:
-        assert JsonLines().answer(path, start, rows, Echo(), Columns("prompt", "out"), tmp_path / "part") == 0
+        assert JsonLines().answer(path, start, rows, Echo(), tmp_path / "part") == 0
         found += json_lines(tmp_path / "part")
     assert found == [{"prompt": "é" * i, "id": i, "out": "é" * 2 * i, "out_error": None} for i in range(7)]
 
@@ -53,7 +53,7 @@ def test_json_lines_are_cut_into_parts_that_hold_every_row_once(tmp_path: Path) 
 def test_a_line_that_is_no_row_fails_alone(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt": "a"}\nno JSON\n{"text": "b"}\n[1]\n{"prompt": "c"}\n')
-    assert JsonLines().answer(path, 0, 5, Echo(), Columns("prompt", "out"), tmp_path / "part") == 3
+    assert JsonLines().answer(path, 0, 5, Echo(), tmp_path / "part") == 3
     found = json_lines(tmp_path / "part")
     assert [row["out"] for row in found] == ["aa", None, None, None, "cc"]
     assert "JSON is malformed" in found[1]["out_error"]
@@ -65,11 +65,11 @@ def test_a_column_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt": "a", "out": 1}\n')
     with pytest.raises(ConfigError, match="a column 'out' already"):
-        JsonLines().answer(path, 0, 1, Echo(), Columns("prompt", "out"), tmp_path / "part")
+        JsonLines().answer(path, 0, 1, Echo(), tmp_path / "part")
 
 
 def test_prompts_are_texts_token_ids_or_conversations_and_others_fail_alone(tiny_model: Path) -> None:
-    generator = Generator({"model": str(tiny_model), **ENGINE}, PARAMS)
+    generator = Generator({"model": str(tiny_model), **ENGINE}, PARAMS, Columns("prompt", "generated"))
     chat = [{"role": "user", "content": "hi"}]
     found = generator.answer(["Hello", [5, 6, 7], chat, 3, None, [10**6], [], "there"])
     llm = LLM(str(tiny_model), **ENGINE)

@@ -39,7 +39,7 @@ from octavo.core.config import make_config
 from octavo.core.messages import Add, ToCore, check_sendable
 from octavo.core.request_options import RequestOptions
 from octavo.core.stats import StepStats
-from octavo.engine import async_engine, front_end, replicas
+from octavo.engine import async_engine, core_client, front_end, replicas
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.core_process import _check_messages
 from tests.busy_machine import PATIENCE, once_in_three
@@ -403,6 +403,19 @@ FIELDS: list[tuple[type[SamplingParams | BeamSearchParams] | None, str]] = [
     *((BeamSearchParams, name) for name in BeamSearchParams.__struct_fields__),
     *((None, name) for name in ("priority", "arrival_time", "cache_salt", "prompt")),
 ]
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing_behind(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(core_client, "MAX_BYTES_TO_CORE", 20)
+            with pytest.raises(InvalidRequestError, match="at most 20 can be sent"):
+                await llm.submit("a", [5] * 30, LONG)
+        assert (llm.num_open, llm.num_queued, llm.queued_tokens) == (0, 0, 0)
+        outputs = [output async for output in llm.generate("a", [5, 6], SamplingParams(max_tokens=1))]
+        assert outputs[-1].finished
+
+    shared(test)
 
 
 @pytest.mark.parametrize(("kind", "name"), FIELDS)

@@ -14,6 +14,7 @@ from octavo import LLM, SamplingParams
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.core.stats import SpeculationStats
+from octavo.runner import loaded_model
 from octavo.runner.draft_model import DraftModel
 from octavo.runner.model_runner import ModelRunner
 from tests.engine import test_grammars_engine as forms
@@ -259,7 +260,7 @@ def test_another_vocabulary_is_refused_before_weights_are_read(
     vocab = json.loads((tiny_model / "tokenizer.json").read_text())["model"]["vocab"]
     other = changed_vocabulary(tiny_model, tmp_path / "other", swap)
     fewer = changed_vocabulary(tiny_model, tmp_path / "fewer", lambda v: v.pop(max(v, key=v.__getitem__)))
-    monkeypatch.setattr(ModelRunner, "_load_model", lambda _: pytest.fail("read"))
+    monkeypatch.setattr(loaded_model, "load_network", lambda *_: pytest.fail("read"))
     with pytest.raises(ConfigError, match=rf"another vocabulary.*token {vocab['a']} is 'b' instead of 'a'"):
         drafting(tiny_model, other)
     with pytest.raises(ConfigError, match=rf"another vocabulary.*: {len(vocab) - 1} tokens instead of {len(vocab)}"):

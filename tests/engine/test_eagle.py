@@ -16,7 +16,7 @@ from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
 from octavo.loader.adapters.targets import AdapterTargets
 from octavo.models.config import read_model_config
-from octavo.runner import model_runner
+from octavo.runner import loaded_model
 from octavo.runner.drafter import Drafts
 from octavo.runner.eagle import EagleDrafter
 from tests.models.eagle_heads import TARGET, Head, Reference, eagle1, eagle3
@@ -278,7 +278,7 @@ def test_heads_that_do_not_fit_are_refused_before_the_model_is_read(
     def unread(*_: Any) -> None:
         raise AssertionError("the model was read")
 
-    monkeypatch.setattr(model_runner, "load_network", unread)
+    monkeypatch.setattr(loaded_model, "load_network", unread)
     head = eagle1()
     del head.tensors["layers.0.mlp.up_proj.weight"]
     cases: list[tuple[str, Head, type[Exception], str]] = [

@@ -20,7 +20,8 @@ from octavo.core.config import SchedulerOptions, make_config
 from octavo.core.plan import StepResult
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.untracked import untracked
-from octavo.engine.garbage import Collections, IdleCollector, settled_collector
+from octavo.engine.garbage import IdleCollector
+from octavo.lab.bench.collector_cost import Collections, settled_collector
 from octavo.memory.block_manager import BlockManager
 from octavo.models.decoder import Decoder
 from octavo.scheduler.scheduler import Scheduler

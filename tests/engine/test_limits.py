@@ -14,7 +14,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.core.errors import ConfigError, InsufficientMemoryError, OctavoError, as_memory_error
-from octavo.runner.model_runner import ModelRunner
+from octavo.executor.worker import Worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
 PROMPT = list(range(40))
@@ -36,7 +36,7 @@ def test_no_context_is_too_long_to_start(tiny_model: Path, tmp_path: Path, posit
     long = LLM(str(with_context(tiny_model, tmp_path / "m", positions)), **options, kv_cache_memory_bytes="256KiB")
     runner = long.llm_engine.core.executor._worker.runner  # type: ignore[attr-defined]
     tokens = long.llm_engine.core.max_model_len
-    assert len(runner.model.layers[0].attention.cos_sin) == tokens < 10_000
+    assert len(runner.loaded.network.layers[0].attention.cos_sin) == tokens < 10_000
     answers = [llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0] for llm in (short, long)]
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].logprobs == answers[1].logprobs
@@ -108,7 +108,7 @@ def test_what_libraries_say_when_memory_runs_out(
     def fail(*_: Any) -> None:
         raise kind(*words)
 
-    monkeypatch.setattr(ModelRunner, "make_cache", fail)
+    monkeypatch.setattr(Worker, "make_cache", fail)
     with pytest.raises(InsufficientMemoryError, match="memory ran out") as caught:
         LLM(str(tiny_model), device="cpu", num_gpu_blocks_override=8)
     assert type(caught.value.__cause__) is kind

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.core.errors import InvalidRequestError
 from octavo.engine import request_templates
-from octavo.engine.chat_template import render_and_compare
+from octavo.engine.chat_template import render_and_read
 from octavo.engine.request_templates import render_in_sandbox, variables_in_sandbox
 from octavo.engine.tool_messages import HERMES
 from octavo.sandbox.pool import Sandbox
@@ -18,6 +18,8 @@ from tests.busy_machine import PATIENCE
 
 HELLO = [{"role": "user", "content": "hello \ud83d", "name": "Ann"}]
 PLAIN = "{% for m in messages %}<{{ m.name }}:{{ m.content }}>{% endfor %}{{ word }}"
+#: The template reads the first of these, not the second.
+FIELDS = [(0, "name"), (0, "tone")]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"maximum": 10**30}}}]
 ENDLESS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
 DOUBLED = "{% set n = namespace(t='a') %}{% for i in range(60) %}{% set n.t = n.t + n.t %}{% endfor %}{{ n.t }}"
@@ -29,14 +31,13 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 def rendered(sandbox: Sandbox, template: str, client: str = "a", **options: Any) -> tuple[str, list[bool]]:
-    others = [[{**HELLO[0], "name": "Bob"}], HELLO]
-    return asyncio.run(render_in_sandbox(sandbox, client, template, HELLO, others, options))
+    return asyncio.run(render_in_sandbox(sandbox, client, template, HELLO, FIELDS, options))
 
 
 def test_a_template_writes_what_it_writes_in_this_process(sandbox: Sandbox) -> None:
     for options in ({"word": "!"}, {"tools": TOOLS, "call_format": HERMES, "add_generation_prompt": False}):
-        expected = render_and_compare(PLAIN, HELLO, [[{**HELLO[0], "name": "Bob"}], HELLO], options)
-        assert rendered(sandbox, PLAIN, **options) == expected and expected[1] == [False, True]
+        expected = render_and_read(PLAIN, HELLO, FIELDS, options)
+        assert rendered(sandbox, PLAIN, **options) == expected and expected[1] == [True, False]
     assert asyncio.run(variables_in_sandbox(sandbox, "a", PLAIN)) == {"messages", "word"}
 
 
@@ -78,3 +79,22 @@ def test_endless_templates_of_one_client_hold_up_no_other(sandbox: Sandbox) -> N
         await asyncio.gather(*endless, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+@pytest.mark.parametrize(
+    ("template", "read"),
+    [
+        ("{% for m in messages %}{{ m['tone'] }}{% endfor %}", True),
+        ("{% for m in messages %}{{ m.get('tone') }}{% endfor %}", True),
+        ("{{ messages[0].tone }}", True),
+        ("{{ messages | tojson }}", True),
+        ("{% for m in messages %}{% for k, v in m.items() %}{{ v }}{% endfor %}{% endfor %}", True),
+        ("{{ messages | map(attribute='tone') | join }}", True),
+        ("{% for m in messages %}{{ m | list | join }}{% endfor %}", True),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("{{ messages | length }}", False),
+    ],
+)
+def test_which_fields_of_messages_a_template_reads(template: str, read: bool) -> None:
+    messages = [{"role": "user", "content": "Hello", "tone": "loud"}]
+    assert render_and_read(template, messages, [(0, "tone")], {})[1] == [read]

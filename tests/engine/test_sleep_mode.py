@@ -85,9 +85,9 @@ def test_level_1_frees_the_cache_and_level_2_the_weights_too(tiny_model: Path, k
     llm = LLM(str(tiny_model), **{**OPTIONS, "kernels": kernels})
     runner = llm.llm_engine.core.executor._worker.runner  # type: ignore[attr-defined]
     caches = [weakref.ref(cache.key) for cache in runner._cache.device]
-    packed, network = weakref.ref(runner.model.layers[0].mlp.down.packed), weakref.ref(runner.model)
+    packed, network = weakref.ref(runner.loaded.network.layers[0].mlp.down.packed), weakref.ref(runner.loaded.network)
     freed = runner.sleep(1)
-    assert freed == sum(64 * size + 8 * size for size, _ in runner.kv_groups()) > 0
+    assert freed == sum(64 * size + 8 * size for size, _ in runner.loaded.layers.group_bytes()) > 0
     assert [cache() for cache in caches] == [None] * 2
     assert packed() is not None and network() is not None, "the weights stay as they are packed"
     assert runner.sleep(1) == 0
@@ -102,18 +102,18 @@ def test_on_a_gpu_the_weights_wait_in_host_memory_or_are_dropped(tiny_model: Pat
     llm = LLM(str(tiny_model), **OPTIONS)
     runner = llm.llm_engine.core.executor._worker.runner  # type: ignore[attr-defined]
     before = answer(llm)[:2]
-    runner.device = torch.device("cuda")  # a pretence: tensors stay where they are
-    table = runner.model.embed_tokens.table
+    runner.device = runner.loaded.device.torch_device = torch.device("cuda")  # a pretence: tensors stay where they are
+    table = runner.loaded.network.embed_tokens.table
     size = table.nbytes
     llm.sleep(1)
     assert table.untyped_storage().nbytes() == 0
-    assert runner._weights_asleep.bytes_freed >= size > 0
+    assert runner._weights._asleep.bytes_freed >= size > 0
     llm.wake_up()
-    assert runner.model.embed_tokens.table is table
+    assert runner.loaded.network.embed_tokens.table is table
     assert answer(llm)[:2] == before
     llm.sleep(1)
     assert runner.sleep(2) == 0, "the device's memory is free already"
-    assert runner._weights_asleep is None and not hasattr(runner, "model")
+    assert runner._weights._asleep is None and not runner.loaded.has_weights
     llm.wake_up()
     assert answer(llm)[:2] == before
 

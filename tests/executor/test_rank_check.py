@@ -14,6 +14,7 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.executor import external
 from octavo.executor.external import ExternalLauncherExecutor
 from octavo.executor.rank_check import RankCheck, find_difference
+from octavo.executor.worker import WorkerSpec
 from octavo.models.config import read_model_config
 
 PLACE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x"}
@@ -45,7 +46,8 @@ class Pair:
         config = make_config(
             model=str(model), tensor_parallel_size=2, distributed_executor_backend="external_launcher", **options
         )
-        self.ranks = [ExternalLauncherExecutor(config, read_model_config(model), model, "float32", 0) for _ in range(2)]
+        spec = WorkerSpec.of(config, read_model_config(model), model, "float32")
+        self.ranks = [ExternalLauncherExecutor(config, spec, 0) for _ in range(2)]
         self.runners = [Runner(), Runner()]
         for executor, runner in zip(self.ranks, self.runners, strict=True):
             executor._alive()._runner = runner  # type: ignore[assignment]

@@ -15,6 +15,7 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.executor import broadcast, remote
 from octavo.executor.broadcast import Broadcast, Receiver
 from octavo.executor.remote import RemoteExecutor
+from octavo.executor.worker import WorkerSpec
 from octavo.executor.worker_loop import DONE, WorkerLoop
 from octavo.models.config import read_model_config
 
@@ -41,7 +42,7 @@ class Connected(RemoteExecutor):
 
 def connected(model: Path, stages: int) -> Connected:
     options = make_config(model=str(model), device="cpu", pipeline_parallel_size=stages, step_timeout=0.05)
-    return Connected(options, read_model_config(model), model, "float32", 0)
+    return Connected(options, WorkerSpec.of(options, read_model_config(model), model, "float32"), 0)
 
 
 def answer(executor: Connected, rank: int, value: object) -> None:

@@ -29,7 +29,7 @@ def test_configurations_survive_the_way_to_another_process(architecture: str, tm
     content = getattr(transformers, FAMILIES[architecture])().to_dict() | {"architectures": [architecture]}
     (tmp_path / "config.json").write_text(json.dumps(content))
     config = read_model_config(tmp_path)
-    spec = WorkerSpec.of(make_config(model="m"), config, tmp_path, "float32", 1)
+    spec = WorkerSpec.of(make_config(model="m"), config, tmp_path, "float32")
     sent = msgspec.msgpack.encode(spec)
     received = msgspec.msgpack.decode(sent, type=WorkerSpec).model_config()
     assert type(received) is type(config) and received == config

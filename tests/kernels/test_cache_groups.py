@@ -7,7 +7,8 @@ import torch
 
 from octavo.core.kv_spec import KVSpec, group_layers
 from octavo.kernels import interpreted, load_kernels
-from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.cache import LayerCache
+from octavo.kernels.interface import Kernels
 
 LARGE, SMALL, WINDOWED = (
     KVSpec("full", 2, 16, "float32"),

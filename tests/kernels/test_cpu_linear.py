@@ -51,7 +51,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def pack(weight: Tensor, bias: Tensor | None, gated: bool = False) -> Any:
-    return DenseWeight(KERNELS, weight, bias, gated).packed
+    return DenseWeight(KERNELS.runner, weight, bias, gated).packed
 
 
 def product(packed: Any, x: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:

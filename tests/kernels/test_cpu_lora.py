@@ -52,7 +52,7 @@ def make_kernels(threads: int = 2) -> CpuKernels:
 
 
 def filled(kernels: CpuKernels, inputs: int, dtype: torch.dtype, outputs: Sequence[int] = OUTPUTS) -> CpuLowRank:
-    low_rank = kernels.make_low_rank(LowRankShape(inputs, tuple(outputs), len(RANKS) + 1, 64, dtype))
+    low_rank = kernels.adapters.make_low_rank(LowRankShape(inputs, tuple(outputs), len(RANKS) + 1, 64, dtype))
     for slot, adapter in enumerate(adapters_of(inputs, outputs)):
         low_rank.place(slot, low_rank.pack(adapter))
     return low_rank
@@ -63,7 +63,7 @@ def adapters_of(inputs: int, outputs: Sequence[int]) -> list[Adapter]:
 
 
 def use(kernels: CpuKernels, slots: Sequence[int]) -> None:
-    kernels.use_adapters(torch.tensor(slots, dtype=torch.int32))
+    kernels.adapters.use(torch.tensor(slots, dtype=torch.int32))
 
 
 def call(low_rank: LowRank, x: Tensor, add: Tensor | None = None) -> Tensor:
@@ -138,7 +138,7 @@ def test_rows_without_adapters_have_the_bits_of_a_product_alone(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_embeddings(isa: str, dtype: torch.dtype) -> None:
     kernels = make_kernels()
-    low_rank = kernels.make_low_rank_embedding(LowRankShape(20, (37,), 3, 8, dtype))
+    low_rank = kernels.adapters.make_low_rank_embedding(LowRankShape(20, (37,), 3, 8, dtype))
     parts = [make_adapter(20, [37], [rank], rank)[0] for rank in (1, 8)]
     for slot, part in enumerate(parts):
         assert part is not None
@@ -176,10 +176,10 @@ class Network:
         self.weights = [kernels.pack([matrix]) for matrix in (self.up, self.down, self.head)]
         shapes = [(64, 96), (96, 64), (64, 20)]
         self.low_ranks = [
-            kernels.make_low_rank(LowRankShape(inputs, (outputs,), 2, 8, dtype), sampled=outputs == 20)
+            kernels.adapters.make_low_rank(LowRankShape(inputs, (outputs,), 2, 8, dtype), sampled=outputs == 20)
             for inputs, outputs in shapes
         ]
-        self.of_embedding = kernels.make_low_rank_embedding(LowRankShape(20, (64,), 2, 8, dtype))
+        self.of_embedding = kernels.adapters.make_low_rank_embedding(LowRankShape(20, (64,), 2, 8, dtype))
 
     def place(self, slot: int, seed: int | None) -> None:
         for low_rank in self.low_ranks:
@@ -190,7 +190,7 @@ class Network:
 
     def __call__(self, batch: ForwardBatch) -> ForwardOutput:
         kernels = self.kernels
-        kernels.begin_adapters(batch)
+        kernels.adapters.begin(batch)
         residual = self.of_embedding(batch.token_ids, kernels.embedding(batch.token_ids, self.table))
         up, down, head = self.weights
         of_up, of_down, of_head = self.low_ranks
@@ -247,7 +247,7 @@ def test_two_ranks_add_up_to_one() -> None:
     def rank(index: int, size: int) -> Tensor:
         kernels = every[index]
         kernels.group = groups[index] if size > 1 else None
-        kernels.use_adapters(torch.tensor(slots, dtype=torch.int32))
+        kernels.adapters.use(torch.tensor(slots, dtype=torch.int32))
         context = LayerContext(kernels, torch.float32, tp_rank=index % size, tp_size=size, max_loras=2, max_lora_rank=8)
         layer = RowParallelLinear(context, 64, 48, False)
         layer.load("weight", weight)

@@ -29,7 +29,7 @@ KERNELS = CpuKernels()
 
 
 def pack_quantized(parts: list[Codes], bias: Tensor | None = None) -> QuantizedWeight:
-    return QuantizedWeight(KERNELS, parts, bias)
+    return QuantizedWeight(KERNELS.runner, parts, bias)
 
 
 @pytest.fixture(autouse=True)

@@ -58,7 +58,7 @@ def test_no_instruction_set_is_offered_that_the_processor_lacks() -> None:
 def product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     kernels = CpuKernels()
     _cpu.choose_isa("avx512_bf16")
-    return DenseWeight(kernels, weight)(x, torch.float32)
+    return DenseWeight(kernels.runner, weight)(x, torch.float32)
 
 
 @within_the_emulated_run

@@ -18,14 +18,14 @@ SLOTS = [1, -1, 0, 1, 2, 3, 0]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_several_adapters(dtype: torch.dtype) -> None:
     kernels = ReferenceKernels()
-    low_rank = kernels.make_low_rank(LowRankShape(48, tuple(OUTPUTS), 4, 16, dtype))
+    low_rank = kernels.adapters.make_low_rank(LowRankShape(48, tuple(OUTPUTS), 4, 16, dtype))
     adapters = [make_adapter(48, OUTPUTS, ranks, i) for i, ranks in enumerate([(8, 8, 8), (1, 0, 16), (3, 5, 0)])]
     for slot, adapter in enumerate(adapters):
         packed = low_rank.pack(adapter)
         assert packed.nbytes == sum(m.numel() for part in adapter if part for m in part) * dtype.itemsize
         low_rank.place(slot, packed)
     x, add = random(7, 48, seed=5), random(7, sum(OUTPUTS), seed=6)
-    kernels.use_adapters(torch.tensor(SLOTS, dtype=torch.int32))
+    kernels.adapters.use(torch.tensor(SLOTS, dtype=torch.int32))
     added, bound = exact([*adapters, None], OUTPUTS, SLOTS, x, dtype)
     alone = low_rank(x)
     assert alone is not None and ((alone.double() - added).abs() <= bound).all()
@@ -40,9 +40,9 @@ def test_rows_of_several_adapters(dtype: torch.dtype) -> None:
 
 def test_a_step_without_adapters_adds_nothing() -> None:
     kernels = ReferenceKernels()
-    low_rank = kernels.make_low_rank(LowRankShape(8, (8,), 1, 8, torch.float32))
+    low_rank = kernels.adapters.make_low_rank(LowRankShape(8, (8,), 1, 8, torch.float32))
     low_rank.place(0, low_rank.pack(make_adapter(8, [8], [2], 0)))
-    kernels.begin_adapters(make_batch([1, 1], [1, 1], torch.zeros(2, 1), 16))
+    kernels.adapters.begin(make_batch([1, 1], [1, 1], torch.zeros(2, 1), 16))
     x, add = random(2, 8), random(2, 8, seed=1)
     assert low_rank(x) is None
     assert low_rank(x, add) is add
@@ -52,20 +52,20 @@ def test_a_step_names_the_rows_of_its_tokens_and_the_sampled_ones() -> None:
     kernels = ReferenceKernels()
     batch = make_batch([1, 3, 2], [1, 3, 2], torch.zeros(3, 1), 16, adapters=[-1, 1, 0])
     assert batch.has_adapters
-    kernels.begin_adapters(batch)
-    assert kernels.adapter_rows is not None
-    assert kernels.adapter_rows.tokens.tolist() == [-1, 1, 1, 1, 0, 0]
-    assert kernels.adapter_rows.sampled.tolist() == [-1, 1, 0]
+    kernels.adapters.begin(batch)
+    tokens, sampled = kernels.adapters.slots(), kernels.adapters.slots(sampled=True)
+    assert tokens is not None and tokens.tolist() == [-1, 1, 1, 1, 0, 0]
+    assert sampled is not None and sampled.tolist() == [-1, 1, 0]
 
 
 def test_embeddings_of_several_adapters() -> None:
     kernels = ReferenceKernels()
-    low_rank = kernels.make_low_rank_embedding(LowRankShape(20, (16,), 2, 8, torch.float32))
+    low_rank = kernels.adapters.make_low_rank_embedding(LowRankShape(20, (16,), 2, 8, torch.float32))
     adapters = [make_adapter(20, [16], [rank], rank)[0] for rank in (1, 8)]
     for slot, part in enumerate(adapters):
         assert part is not None
         low_rank.place(slot, low_rank.pack(part))
-    kernels.use_adapters(torch.tensor([0, 1, -1, 1], dtype=torch.int32))
+    kernels.adapters.use(torch.tensor([0, 1, -1, 1], dtype=torch.int32))
     ids, add = torch.tensor([105, 119, 103, 99]), random(4, 16)
     out = low_rank(ids, add.clone(), 100)
     for row, slot in ((0, 0), (1, 1)):
@@ -84,6 +84,6 @@ def test_embeddings_of_several_adapters() -> None:
     ],
 )
 def test_matrices_that_do_not_fit(down: tuple[int, int], up: tuple[int, int], message: str) -> None:
-    low_rank = ReferenceKernels().make_low_rank(LowRankShape(8, (8,), 1, 16, torch.float32))
+    low_rank = ReferenceKernels().adapters.make_low_rank(LowRankShape(8, (8,), 1, 16, torch.float32))
     with pytest.raises(AdapterError, match=message):
         low_rank.pack([LowRankPart(torch.zeros(down), torch.zeros(up))])

@@ -19,8 +19,9 @@ from torch import Tensor
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.kv_spec import KVSpec
 from octavo.kernels import load_kernels, reference
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch, make_batch
-from octavo.kernels.interface import AttentionSpec, LayerCache
+from octavo.kernels.interface import AttentionSpec
 from octavo.kernels.packed_weight import Activation, stack_rows
 from octavo.kernels.reference import ReferenceKernels
 

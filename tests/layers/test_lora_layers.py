@@ -36,7 +36,7 @@ class Apart:
 def context(rank: int, size: int) -> LayerContext:
     kernels = ReferenceKernels()
     kernels.group = Apart(rank, size) if size > 1 else None
-    kernels.use_adapters(SLOTS)
+    kernels.adapters.use(SLOTS)
     return LayerContext(kernels, torch.float32, tp_rank=rank, tp_size=size, max_loras=2, max_lora_rank=8)
 
 

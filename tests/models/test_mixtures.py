@@ -14,16 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
 from octavo.kernels.reference import ReferenceKernels
+from octavo.lab.step_costs import layer_weights, weight_bytes_read
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
 from octavo.models.config import read_model_config
-from octavo.models.sizes import (
-    layer_weights,
-    num_active_parameters,
-    num_parameters,
-    outline,
-    weight_bytes_read,
-)
+from octavo.models.sizes import num_active_parameters, num_parameters, outline
 from tests.models.test_networks import tensor_parallel_logits
 from tests.models.zoo import PROMPT, SMALL, Zoo, assert_same, edit_config, logits_of
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError, WeightError
 from octavo.core.kv_spec import KVSpec, group_layers
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import LayerCache
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model

@@ -211,15 +211,14 @@ def test_memory_of_adapters_is_reserved(network: Path) -> None:
     with_adapters = Worker(
         network, kernels="reference", enable_lora=True, max_loras=2, max_cpu_loras=4, max_lora_rank=8
     )
-    network_bytes = adapters.adapter_bytes(with_adapters.runner.model)
+    loaded = with_adapters.runner.loaded
+    network_bytes = adapters.adapter_bytes(loaded.network)
     # Both matrices of seven in each of two layers, of embedding and head, in float32 and of a rank of 16.
     qkvo = 2 * (32 + 32) + 2 * (32 + 16)
     assert network_bytes == 4 * 16 * (2 * (qkvo + 3 * (32 + 64)) + 2 * (32 + 64))
-    assert (
-        adapters.reserved_bytes(with_adapters.runner.options, with_adapters.runner.model, 1 << 40) == 4 * network_bytes
-    )
+    assert adapters.reserved_bytes(loaded.options, loaded.network, 1 << 40) == 4 * network_bytes
     with pytest.raises(InsufficientMemoryError, match=r"4 adapters of rank 8 take up to .* lower max_cpu_loras"):
-        adapters.reserved_bytes(with_adapters.runner.options, with_adapters.runner.model, network_bytes)
+        adapters.reserved_bytes(loaded.options, loaded.network, network_bytes)
     assert with_adapters.runner.startup_facts().adapters.startswith(
         "2 slots, at most 4 in host memory, of ranks up to 8"
     )

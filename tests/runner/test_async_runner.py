@@ -22,6 +22,7 @@ from octavo.kernels.forward_batch import ForwardBatch, ForwardOutput
 from octavo.models.config import read_model_config
 from octavo.runner.device_batch import PinnedSend, SampledTokens, send_nowhere, to_device
 from octavo.runner.input_batch import InputBatch
+from octavo.runner.loaded_model import LoadedModel
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.pending import QueuedStep
 
@@ -46,8 +47,8 @@ class Worker:
             max_num_batched_tokens=96,
             num_threads=1,
         )
-        self.runner = ModelRunner(config, read_model_config(folder), folder, "float32")
-        self.runner.make_cache([8 * BLOCKS_OF_ONE], [2 * BLOCKS_OF_ONE], MAX_LEN)
+        loaded = LoadedModel(config, read_model_config(folder), folder, "float32")
+        self.runner = ModelRunner(loaded, [8 * BLOCKS_OF_ONE], [2 * BLOCKS_OF_ONE], MAX_LEN)
 
     def run(self, plans: list[MakePlan], depth: int) -> list[StepResult]:
         """The results of all plans, each of which is made when the one ``depth`` before it is known."""

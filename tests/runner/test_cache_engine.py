@@ -10,7 +10,8 @@ import torch
 from octavo.core.kv_spec import KVSpec
 from octavo.core.plan import StepPlan
 from octavo.kernels import load_kernels
-from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.cache import LayerCache
+from octavo.kernels.interface import Kernels
 from octavo.runner.cache_engine import CacheEngine
 
 LAYERS, BLOCKS, HOST_BLOCKS = 3, 6, 4

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.core.plan import StepPlan, TableChange
-from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.cache import LayerCache
+from octavo.kernels.interface import Kernels
 from octavo.runner.cache_engine import StreamedCacheEngine
 from octavo.runner.device_batch import PinnedSend
 from octavo.runner.pending import CudaTimers

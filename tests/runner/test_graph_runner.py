@@ -23,6 +23,7 @@ from octavo.kernels.forward_batch import BatchSize, Forward, ForwardOutput
 from octavo.kernels.triton.backend import TritonKernels
 from octavo.kernels.triton.graphs import GraphedForward
 from octavo.models.config import read_model_config
+from octavo.runner.loaded_model import LoadedModel
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.pending import QueuedStep
 
@@ -44,9 +45,7 @@ def make(folder: Path, kernels: str, device: str) -> ModelRunner:
         max_num_batched_tokens=64,
         num_threads=1,
     )
-    runner = ModelRunner(config, read_model_config(folder), folder, "float32")
-    runner.make_cache([24], [4], 64)
-    return runner
+    return ModelRunner(LoadedModel(config, read_model_config(folder), folder, "float32"), [24], [4], 64)
 
 
 def plans() -> list[dict[str, Any]]:

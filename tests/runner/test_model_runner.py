@@ -15,6 +15,7 @@ from octavo.core.plan import Fork, NewSequence, PositionLogprobs, StepPlan, Step
 from octavo.core.request import AnyTask, Beam, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.models.config import read_model_config
+from octavo.runner.loaded_model import LoadedModel
 from octavo.runner.model_runner import ModelRunner
 
 VOCAB = 64
@@ -32,8 +33,8 @@ class Worker:
         self.folder, self.options = folder, options
         #: Whether rounding does not depend on the batch.
         self.exact = config.kernels == "cpu"
-        self.runner = ModelRunner(config, read_model_config(folder), folder, "float32")
-        self.runner.make_cache([num_blocks], [num_host_blocks], 128)
+        loaded = LoadedModel(config, read_model_config(folder), folder, "float32")
+        self.runner = ModelRunner(loaded, [num_blocks], [num_host_blocks], 128)
         self._steps = 0
 
     def step(self, **plan: Any) -> StepResult:

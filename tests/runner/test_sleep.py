@@ -12,8 +12,8 @@ from torch import Tensor
 
 from octavo.core.kv_spec import group_layers
 from octavo.kernels import interpreted, load_kernels
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import make_batch
-from octavo.kernels.interface import LayerCache
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext

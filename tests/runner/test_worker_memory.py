@@ -15,8 +15,9 @@ from octavo.core.kv_groups import KVLayout, window_blocks
 from octavo.core.parallel import ParallelLayout
 from octavo.models.config import read_model_config
 from octavo.runner import memory
+from octavo.runner.cache_sizing import CacheSizing
+from octavo.runner.loaded_model import LoadedModel
 from octavo.runner.memory import WorkerShare
-from octavo.runner.model_runner import ModelRunner
 from octavo.runner.ranks import Ranks
 
 GIB = 1 << 30
@@ -94,9 +95,9 @@ def test_host_blocks_are_left_out_of_what_the_kv_cache_gets(network: Path, monke
             **values,
         )
         # A long context, so that neither number is bounded by what the sequences could use.
-        runner = ModelRunner(engine, read_model_config(network), network, "float32")
-        spare = free - memory.activation_bytes(runner.config, engine)
-        (on_device,), (on_host,) = runner.cache_size(10**6, 64)[1], runner.num_host_blocks(10**6, 64)
+        loaded = LoadedModel(engine, read_model_config(network), network, "float32")
+        spare, sizing = free - memory.activation_bytes(loaded.config, engine), CacheSizing(loaded)
+        (on_device,), (on_host,) = sizing.cache_size(10**6, 64)[1], sizing.num_host_blocks(10**6, 64)
         return on_device, on_host, spare
 
     block_bytes, position_bytes = 2 * 2 * 64 * 2 * 8 * 4, 8 * 4
@@ -211,7 +212,7 @@ def test_workers_of_one_machine_divide_the_swap_space() -> None:
 def test_the_kv_cache_is_that_of_the_ranks_own_heads(ranks: int, kv_heads: int, network: Path) -> None:
     place = Ranks(ParallelLayout(ranks - 1, tensor_parallel_size=ranks))
     engine = make_config(model=str(network), kernels="reference", block_size=16, num_gpu_blocks_override=3)
-    runner = ModelRunner(engine, read_model_config(network), network, "float32", ranks=place)
-    assert runner._layers.block_bytes() == 2 * 2 * 16 * kv_heads * 8 * 4
-    layers = runner._layers.make([3])
-    assert sum(cache.key.nbytes + cache.value.nbytes for cache in layers) == 3 * runner._layers.block_bytes()
+    kv_layers = LoadedModel(engine, read_model_config(network), network, "float32", ranks=place).layers
+    assert kv_layers.block_bytes() == 2 * 2 * 16 * kv_heads * 8 * 4
+    layers = kv_layers.make([3])
+    assert sum(cache.key.nbytes + cache.value.nbytes for cache in layers) == 3 * kv_layers.block_bytes()

@@ -155,10 +155,10 @@ def test_a_wrong_inner_field_is_refused_under_the_name_of_the_outer(http: httpx.
     assert status == 400 and found["error"]["param"] in further, found
 
 
-def test_many_fields_are_refused_at_once(http: httpx.Client) -> None:
-    message = {"role": "user", "content": "hi", **{f"field{i}": 1 for i in range(17)}}
+def test_of_many_fields_the_first_is_named(http: httpx.Client) -> None:
+    message = {"role": "user", "content": "hi", **{f"field{i}": 1 for i in range(1000)}}
     status, found = answer(http, message)
-    assert status == 400 and "16 different fields" in found["error"]["message"]
+    assert status == 400 and found["error"]["message"].startswith("messages[0].field0:")
 
 
 # Templates that write more ------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ one array. So blocks of all types of caches are copied and swapped as bytes.
 from __future__ import annotations
 
 import functools
-import importlib
 import mmap
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,9 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.kernels.interface import AttentionSpec, LayerCache
-
-_cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
-_DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16, torch.int8: _cpu.Dtype.i8}
+from octavo.kernels.cache import LayerCache
+from octavo.kernels.cpu.compiled import DTYPES, address, cpu, strided
+from octavo.kernels.interface import AttentionSpec
 
 _PAGE = 4096
 
@@ -43,12 +41,12 @@ def block_bytes(kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtyp
     Raises:
         ConfigError: there is no such type of cache.
     """
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(
             f"the CPU kernels have no KV cache of type {name}; kv_cache_dtype may be auto, float32, bfloat16 or int8"
         )
-    return int(_cpu.block_bytes(kv_heads, head_dim, block_size, _DTYPES[dtype]))
+    return int(cpu.block_bytes(kv_heads, head_dim, block_size, DTYPES[dtype]))
 
 
 def make_cache(
@@ -80,35 +78,34 @@ def make_cache(
 def write_op(k: Tensor, v: Tensor, cache: LayerCache) -> Any:
     """The operation that writes k and v [T, K, D], tokens strided, or the parts of latents, to the step's slots."""
     assert isinstance(cache, CpuLayerCache)
-    return _cpu.reshape_and_cache(
-        k.data_ptr(),
-        k.stride(0),
-        v.data_ptr(),
-        v.stride(0),
+    return cpu.reshape_and_cache(
+        *strided(k),
+        *strided(v),
         cache.key.data_ptr(),
         cache.value.data_ptr(),
         cache.kv_heads,
         cache.head_dim,
         cache.block_size,
-        _DTYPES[k.dtype],
-        _DTYPES[cache.dtype],
+        DTYPES[k.dtype],
+        DTYPES[cache.dtype],
         cache.group,
         k.shape[2] if cache.value is cache.key else 0,
     )
 
 
 @functools.cache
-def _slopes(slopes: tuple[float, ...]) -> Tensor:
+def _slopes(slopes: tuple[float, ...] | None) -> Tensor | None:
     """The slopes as a tensor that is never freed, as operations hold its address."""
+    if slopes is None:
+        return None
     return torch.from_numpy(np.array(slopes, dtype=np.float32))  # torch.tensor calls operations, which tapes refuse
 
 
 def attention_op(q: Tensor, cache: LayerCache, out: Tensor, spec: AttentionSpec) -> Any:
     """The operation that computes attention of q [T, H, D], tokens strided, to out, contiguous."""
     assert isinstance(cache, CpuLayerCache)
-    return _cpu.paged_attention(
-        q.data_ptr(),
-        q.stride(0),
+    return cpu.paged_attention(
+        *strided(q),
         out.data_ptr(),
         cache.key.data_ptr(),
         cache.value.data_ptr(),
@@ -116,12 +113,12 @@ def attention_op(q: Tensor, cache: LayerCache, out: Tensor, spec: AttentionSpec)
         cache.kv_heads,
         cache.head_dim,
         cache.block_size,
-        _DTYPES[q.dtype],
-        _DTYPES[cache.dtype],
+        DTYPES[q.dtype],
+        DTYPES[cache.dtype],
         spec.scale,
         spec.window or 0,
         spec.soft_cap or 0.0,
-        0 if spec.alibi_slopes is None else _slopes(spec.alibi_slopes).data_ptr(),
+        address(_slopes(spec.alibi_slopes)),
         spec.causal,
         cache.group,
         spec.value_dim or 0,
@@ -134,7 +131,7 @@ def copy_blocks(caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
         return
     for size, group in _by_block_size(caches).items():
         _check(pairs, len(group[0].key), len(group[0].key))
-        _cpu.copy_blocks(_addresses(group), pairs, size)
+        cpu.copy_blocks(_addresses(group), pairs, size)
 
 
 def swap_blocks(sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
@@ -144,7 +141,7 @@ def swap_blocks(sources: list[LayerCache], targets: list[LayerCache], pairs: lis
     to = _by_block_size(targets)
     for size, group in _by_block_size(sources).items():
         _check(pairs, len(group[0].key), len(to[size][0].key))
-        _cpu.swap_blocks(_addresses(group), _addresses(to[size]), pairs, size)
+        cpu.swap_blocks(_addresses(group), _addresses(to[size]), pairs, size)
 
 
 def _by_block_size(caches: list[LayerCache]) -> dict[int, list[LayerCache]]:

@@ -1,14 +1,7 @@
-"""The CPU backend: C++ operations, run one by one or recorded once and replayed for every step.
-
-Why recording: a decode step of a small model is some 300 kernels of a few dozen microseconds each, and a Python call
-costs a few. So the network's forward runs once with recording on: each kernel appends an operation with fixed buffers,
-large enough for any step, to a tape; after that a step is one call that runs the tape for the rows it has. This is
-similar to a captured CUDA graph, but one tape serves every number of rows.
-"""
+"""The CPU backend: C++ operations, run one by one or recorded once and replayed for every step; see ``OpRunner``."""
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,10 +11,11 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.core.kv_spec import KVSpec
+from octavo.kernels.cache import LayerCache, torch_dtype
 from octavo.kernels.communicator import Communicator
 from octavo.kernels.cpu import attention
-from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.collectives import HostCommunicator, SharedMemoryCommunicator
+from octavo.kernels.cpu.compiled import DTYPES, address, cpu, strided
 from octavo.kernels.cpu.experts import CpuExperts, route_op
 from octavo.kernels.cpu.group_codes import group_format
 from octavo.kernels.cpu.linear import (
@@ -33,20 +27,15 @@ from octavo.kernels.cpu.linear import (
     codes_of_tensor,
     keeps_bits,
 )
-from octavo.kernels.cpu.lora import CpuLowRank, CpuLowRankEmbedding
-from octavo.kernels.cpu.recording import Recording, step_of
+from octavo.kernels.cpu.lora import CpuAdapters
+from octavo.kernels.cpu.op_runner import OpRunner
 from octavo.kernels.cpu.sampling import CompiledSampling
-from octavo.kernels.cpu.screened_head import pack_screened
 from octavo.kernels.experts import RoutingSpec
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.group_rows import GroupQuantizedRows
-from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
-from octavo.kernels.lora import LowRankShape
+from octavo.kernels.interface import AttentionSpec, Kernels
 from octavo.kernels.packed_weight import PackedHeads, PackedWeight, stack_rows
 from octavo.kernels.quantized_rows import QuantizedRows
-
-_cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
-_DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16, torch.int8: _cpu.Dtype.i8}
 
 
 class CpuKernels(Kernels):
@@ -66,116 +55,65 @@ class CpuKernels(Kernels):
         wanted = os.environ.get("OCTAVO_CPU_ISA")
         if wanted:
             try:
-                _cpu.choose_isa(wanted)
+                cpu.choose_isa(wanted)
             except ValueError as e:
                 raise ConfigError(f"OCTAVO_CPU_ISA: {e}") from None
-        self._recording: Recording | None = None
-        self._arena = Arena()
+        self.runner = OpRunner()
+        self.adapters: CpuAdapters = CpuAdapters(self.runner)
         self.set_threads(None)
 
     def describe(self) -> str:
         """Name, instruction set and threads."""
-        return f"cpu ({_cpu.isa()}, {_cpu.num_threads()} threads{', pinned' if _cpu.threads_pinned() else ''})"
+        return f"cpu ({cpu.isa()}, {cpu.num_threads()} threads{', pinned' if cpu.threads_pinned() else ''})"
 
     def set_threads(self, count: int | None, pin: bool = False) -> None:
         """Sets the threads of the kernels' pool. Torch gets one: others would spin after each of its operations."""
         available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        _cpu.set_threads(count or available or 1, pin)
+        cpu.set_threads(count or available or 1, pin)
         torch.set_num_threads(1)
 
-    def join(self, group: Communicator) -> None:
-        """See ``Kernels``; groups through other than shared memory are called on the host."""
-        self.group = group if isinstance(group, SharedMemoryCommunicator) else HostCommunicator(group)
-
-    # --- recording --------------------------------------------------------------------------------------------------
-
     def capture(self, forward: Forward, largest: BatchSize) -> Forward:
-        """Records ``forward`` for batches of at most this size, and returns a function that replays it.
-
-        A replay overwrites the output of the one before.
-
-        Raises:
-            UnrecordableError: ``forward`` calls a torch operation that is not a view.
-        """
-        self._recording = recording = Recording(self._arena, largest)
-        try:
-            output = recording.record(forward)
-        finally:
-            self._recording = None
-        return recording.replay(output, forward)
-
-    def _new(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for a result with the rows of ``like``."""
-        if self._recording is None:
-            return torch.empty(shape, dtype=dtype)
-        return self._recording.new(shape, dtype, self._recording.rows_of(like))
-
-    def _new_delta(self, like: Tensor, columns: int) -> Tensor:
-        """Memory for what adapters add to a product, float32; products ignore it in steps without adapters.
-
-        Its rows are no multiple of 4 KiB apart, as those of a tile would then share lines of the cache.
-        """
-        out = self._new(like, (like.shape[0], -(-columns // 16) * 16 + 16), torch.float32)
-        if self._recording is not None:
-            self._recording.mark_delta(out)
-        return out[:, :columns]
-
-    def _take_recorded_delta(self, x: Tensor | None) -> bool:
-        return x is not None and self._recording is not None and self._recording.take_delta(x)
-
-    def _adapters_step(self, rows: int, *, sampled: bool = False, token_ids: int = 0) -> Any:
-        """The argument of an operation of adapters; None if no row has one. A recorded operation gets each step's."""
-        if self._recording is not None:
-            return _cpu.Step(rows)
-        if self.adapter_rows is None:
-            return None
-        slots = self.adapter_rows.sampled if sampled else self.adapter_rows.tokens
-        return _cpu.Step(rows, token_ids=token_ids, adapters=slots.data_ptr())
-
-    def _do(self, op: Any, step: Any, x: Tensor) -> None:
-        """Runs an operation over the rows of x, or records it."""
-        if self._recording is None:
-            op.run(step)
-        else:
-            self._recording.append(op, x)
+        """See ``OpRunner.capture``."""
+        return self.runner.capture(forward, largest)
 
     def take_sampled(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """A copy of the rows; recorded operations on it run over the sampled rows."""
-        if self._recording is None:
+        recording = self.runner.recording
+        if recording is None:
             return super().take_sampled(hidden, batch)
-        out = self._recording.new_sampled(hidden)
+        out = recording.new_sampled(hidden)
         size = hidden.element_size()
-        op = _cpu.take_sampled(hidden.data_ptr(), hidden.stride(0) * size, out.data_ptr(), out.stride(0) * size)
-        self._recording.append(op, out)
+        op = cpu.take_sampled(hidden.data_ptr(), hidden.stride(0) * size, out.data_ptr(), out.stride(0) * size)
+        self.runner.run(op, out)
         return out
 
     def token_rows(self, batch: ForwardBatch, width: int) -> Tensor:
         """See ``Kernels``."""
-        if self._recording is None:
-            return super().token_rows(batch, width)
-        return self._recording.new((len(batch.token_ids), width), torch.float32, _cpu.Rows.tokens)
+        return self.runner.new(batch.token_ids, (len(batch.token_ids), width), torch.float32)
 
     def host_call(self, function: Callable[[Tensor], None], x: Tensor) -> Tensor:
         """The function gets the step's rows of x."""
-        self._do(_cpu.host_call(lambda rows: function(x[:rows])), _cpu.Step(x.shape[0]), x)
+        self.runner.run(cpu.host_call(lambda rows: function(x[:rows])), x)
         return x
+
+    def join(self, group: Communicator) -> None:
+        """See ``Collectives``; groups through other than shared memory are called on the host."""
+        self.group = group if isinstance(group, SharedMemoryCommunicator) else HostCommunicator(group)
 
     def all_reduce(self, x: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
         """Through shared memory, with bias and add in one pass."""
         if self.group is None:
             return super().all_reduce(x, bias, add)
-        self._do(self.group.all_reduce_op(x, bias, add), _cpu.Step(x.shape[0]), x)
+        self.runner.run(self.group.all_reduce_op(x, bias, add), x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Through shared memory."""
         if self.group is None:
             return x
-        out = self._new(x, (x.shape[0], self.group.size * x.shape[1]), torch.float32)
-        self._do(self.group.all_gather_op(x, out), _cpu.Step(x.shape[0]), x)
+        out = self.runner.new(x, (x.shape[0], self.group.size * x.shape[1]), torch.float32)
+        self.runner.run(self.group.all_gather_op(x, out), x)
         return out
-
-    # --- kernels ----------------------------------------------------------------------------------------------------
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Refuses float16."""
@@ -214,16 +152,12 @@ class CpuKernels(Kernels):
         blocks = [part for part in parts if isinstance(part, QuantizedRows)]
         tensors = [part for part in parts if isinstance(part, Tensor)]
         if blocks:
-            weight = QuantizedWeight(self, [codes_of_rows(part) for part in blocks], bias, gated)
+            weight = QuantizedWeight(self.runner, [codes_of_rows(part) for part in blocks], bias, gated)
             weight.has_rows = len(blocks) == 1 and keeps_bits(blocks[0])
             return weight
         if quantization in (None, "gguf"):
-            return DenseWeight(self, stack_rows(tensors), bias, gated, pieces)
-        return QuantizedWeight(self, [codes_of_tensor(part, str(quantization)) for part in tensors], bias, gated)
-
-    def pack_screened(self, weight: Tensor) -> PackedWeight:
-        """See ``Kernels``."""
-        return pack_screened(self, weight)
+            return DenseWeight(self.runner, stack_rows(tensors), bias, gated, pieces)
+        return QuantizedWeight(self.runner, [codes_of_tensor(part, str(quantization)) for part in tensors], bias, gated)
 
     def has_products(self, rows: QuantizedRows) -> bool:
         """GGUF blocks of all types, and groups of the sizes that ``group_format`` lists."""
@@ -231,46 +165,39 @@ class CpuKernels(Kernels):
 
     def pack_heads(self, weight: Tensor) -> DenseHeads:
         """Packs each head's matrix for the register tiles."""
-        return DenseHeads(self, weight)
-
-    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> CpuLowRank:
-        """Each adapter with its own rank."""
-        return CpuLowRank(self, shape, sampled=sampled)
-
-    def make_low_rank_embedding(self, shape: LowRankShape) -> CpuLowRankEmbedding:
-        """Each adapter with its own rank."""
-        return CpuLowRankEmbedding(self, shape)
+        return DenseHeads(self.runner, weight)
 
     def pack_experts(
         self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
     ) -> CpuExperts:
         """Takes the packed matrices as they are."""
-        return CpuExperts(self, gate_up, down)
+        return CpuExperts(self.runner, gate_up, down)
 
     def route(self, logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See ``Kernels``."""
         shape = (logits.shape[0], spec.top_k + spec.shared)
-        experts, weights = self._new(logits, shape, torch.int32), self._new(logits, shape, torch.float32)
-        self._do(route_op(logits, spec, bias, experts, weights), _cpu.Step(logits.shape[0]), logits)
+        experts, weights = self.runner.new(logits, shape, torch.int32), self.runner.new(logits, shape, torch.float32)
+        self.runner.run(route_op(logits, spec, bias, experts, weights), logits)
         return experts, weights
 
     def embedding(
         self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
     ) -> Tensor:
         """While recording, ids must be the batch's token ids or positions."""
-        out = self._new(ids, (ids.shape[0], table.shape[1]), torch.float32) if add is None else add
-        op = _cpu.embedding(
+        out = self.runner.new(ids, (ids.shape[0], table.shape[1]), torch.float32) if add is None else add
+        recording = self.runner.recording
+        op = cpu.embedding(
             table.data_ptr(),
             *table.shape,
             out.data_ptr(),
-            _DTYPES[table.dtype],
-            _cpu.Dtype.f32,
+            DTYPES[table.dtype],
+            cpu.Dtype.f32,
             first,
-            self._recording is not None and self._recording.is_positions(ids),
+            recording is not None and recording.is_positions(ids),
             scale,
-            0 if add is None else add.data_ptr(),
+            address(add),
         )
-        self._do(op, _cpu.Step(ids.shape[0], token_ids=ids.data_ptr()), ids)
+        self.runner.run(op, ids, token_ids=ids.data_ptr())
         return out
 
     def rms_norm(
@@ -283,9 +210,8 @@ class CpuKernels(Kernels):
         add: Tensor | None = None,
     ) -> Tensor:
         """x [T, E], or [T, heads, D] with any strides over the first two."""
-        out = self._new(x, tuple(x.shape), out_dtype or weight.dtype) if add is None else add
-        term = 0 if add is None else add.data_ptr()
-        self._do(_cpu.rms_norm(*_norm_input(x, weight), *_norm_output(x, out, eps), add=term), _cpu.Step(x.shape[0]), x)
+        out = self.runner.new(x, tuple(x.shape), out_dtype or weight.dtype) if add is None else add
+        self.runner.run(cpu.rms_norm(*_norm_input(x, weight), *_norm_output(x, out, eps), add=address(add)), x)
         return out
 
     def layer_norm(
@@ -298,33 +224,30 @@ class CpuKernels(Kernels):
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """x [T, E], or [T, heads, D] with any strides over the first two."""
-        out = self._new(x, tuple(x.shape), out_dtype or weight.dtype)
-        address, dtype, stride, weights, weight_dtype = _norm_input(x, weight)
-        shift = 0 if bias is None else bias.data_ptr()
-        op = _cpu.layer_norm(address, dtype, stride, weights, shift, weight_dtype, *_norm_output(x, out, eps))
-        self._do(op, _cpu.Step(x.shape[0]), x)
+        out = self.runner.new(x, tuple(x.shape), out_dtype or weight.dtype)
+        source, dtype, stride, weights, weight_dtype = _norm_input(x, weight)
+        op = cpu.layer_norm(source, dtype, stride, weights, address(bias), weight_dtype, *_norm_output(x, out, eps))
+        self.runner.run(op, x)
         return out
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """In place."""
-        self._do(_cpu.soft_cap(x.data_ptr(), x.stride(0), x.shape[1], cap), _cpu.Step(x.shape[0]), x)
+        self.runner.run(cpu.soft_cap(x.data_ptr(), x.stride(0), x.shape[1], cap), x)
         return x
 
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotates both in place."""
-        op = _cpu.rotary(
-            q.data_ptr(),
-            q.stride(0),
-            k.data_ptr(),
-            k.stride(0),
+        op = cpu.rotary(
+            *strided(q),
+            *strided(k),
             q.shape[1],
             k.shape[1],
             q.shape[2],
             cos_sin.shape[1],
             cos_sin.data_ptr(),
-            _DTYPES[q.dtype],
+            DTYPES[q.dtype],
         )
-        self._do(op, _cpu.Step(q.shape[0], positions=positions.data_ptr()), q)
+        self.runner.run(op, q, positions=positions.data_ptr())
         return q, k
 
     def latent_rotary_and_cache(
@@ -340,11 +263,11 @@ class CpuKernels(Kernels):
         """Both parts of the queries are written to their place in the result."""
         assert isinstance(absorb, DenseHeads)
         (tokens, heads, width), rope, rank = q.shape, k_rope.shape[1], latent.shape[1]
-        out = self._new(q, (tokens, heads, rank + rope), q.dtype)
-        step = _cpu.Step(tokens, positions=batch.positions.data_ptr(), slots=batch.slot_mapping[cache.group].data_ptr())
-        self._do(absorb.operation(q[:, :, : width - rope], out[:, :, :rank]), step, q)
+        out = self.runner.new(q, (tokens, heads, rank + rope), q.dtype)
+        run = self.runner.run
+        run(absorb.operation(q[:, :, : width - rope], out[:, :, :rank]), q)
         q_rope, rotated = q[:, :, width - rope :], out[:, :, rank:]
-        rotary = _cpu.rotary(
+        rotary = cpu.rotary(
             q_rope.data_ptr(),
             q.stride(0),
             k_rope.data_ptr(),
@@ -354,24 +277,25 @@ class CpuKernels(Kernels):
             rope,
             cos_sin.shape[1],
             cos_sin.data_ptr(),
-            _DTYPES[q.dtype],
+            DTYPES[q.dtype],
             q.stride(1),
             rotated.data_ptr(),
             out.stride(0),
             out.stride(1),
         )
-        self._do(rotary, step, q)
-        self._do(attention.write_op(latent.unsqueeze(1), k_rope.unsqueeze(1), cache), step, latent)
+        run(rotary, q, positions=batch.positions.data_ptr())
+        slots = batch.slot_mapping[cache.group].data_ptr()
+        run(attention.write_op(latent.unsqueeze(1), k_rope.unsqueeze(1), cache), latent, slots=slots)
         return out
 
     def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Writes keys and values to their slots."""
-        self._do(attention.write_op(k, v, cache), _cpu.Step(k.shape[0], slots=slots.data_ptr()), k)
+        self.runner.run(attention.write_op(k, v, cache), k, slots=slots.data_ptr())
 
     def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
         """Accumulates each sequence's context in pieces at fixed positions, in order."""
-        out = self._new(q, (*q.shape[:2], spec.value_dim or q.shape[2]), q.dtype)
-        self._do(attention.attention_op(q, cache, out, spec), step_of(batch), q)
+        out = self.runner.new(q, (*q.shape[:2], spec.value_dim or q.shape[2]), q.dtype)
+        self.runner.run_step(attention.attention_op(q, cache, out, spec), q, batch)
         return out
 
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
@@ -385,10 +309,10 @@ class CpuKernels(Kernels):
 
 def _norm_input(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
     """Address, type and stride of x, address and type of the weight."""
-    return x.data_ptr(), _DTYPES[x.dtype], x.stride(0), weight.data_ptr(), _DTYPES[weight.dtype]
+    return x.data_ptr(), DTYPES[x.dtype], x.stride(0), weight.data_ptr(), DTYPES[weight.dtype]
 
 
 def _norm_output(x: Tensor, out: Tensor, eps: float) -> tuple[Any, ...]:
     """Address and type of out, width, eps, heads and the stride from head to head of x."""
     heads = x.shape[1] if x.dim() == 3 else 1
-    return out.data_ptr(), _DTYPES[out.dtype], x.shape[-1], eps, heads, x.stride(1) if heads > 1 else 0
+    return out.data_ptr(), DTYPES[out.dtype], x.shape[-1], eps, heads, x.stride(1) if heads > 1 else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import mmap
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.communicator import Communicator
-
-_cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
+from octavo.kernels.cpu.compiled import address, cpu, strided
 
 #: Default number of floats that a rank exchanges at once (1 MiB).
 SLOT_FLOATS = 1 << 18
@@ -32,12 +30,12 @@ class SharedMemoryCommunicator:
         """
         self.rank, self.size = rank, size
         self._memory = np.frombuffer(memory, dtype=np.uint8)
-        self._group = _cpu.Communicator(self._memory.ctypes.data, len(self._memory), rank, size, timeout)
+        self._group = cpu.Communicator(self._memory.ctypes.data, len(self._memory), rank, size, timeout)
 
     @staticmethod
     def bytes_for(size: int, slot_floats: int = SLOT_FLOATS) -> int:
         """Bytes of shared memory for ``size`` ranks and ``all_gather`` of rows of at most ``slot_floats`` floats."""
-        return int(_cpu.Communicator.bytes_for(size, slot_floats))
+        return int(cpu.Communicator.bytes_for(size, slot_floats))
 
     @classmethod
     def of_threads(cls, size: int, *, timeout: float = 60.0) -> list[SharedMemoryCommunicator]:
@@ -50,22 +48,21 @@ class SharedMemoryCommunicator:
 
         All are float32 and contiguous. The caller keeps them alive.
         """
-        terms = (0 if term is None else term.data_ptr() for term in (bias, add))
-        return _cpu.all_reduce(self._group, x.data_ptr(), x.shape[1], *terms, 0 if add is None else add.stride(0))
+        return cpu.all_reduce(self._group, x.data_ptr(), x.shape[1], address(bias), *strided(add))
 
     def all_gather_op(self, x: Tensor, out: Tensor) -> Any:
         """The operation that gathers x [T, width] into out [T, size * width], float32 and contiguous."""
-        return _cpu.all_gather(self._group, x.data_ptr(), out.data_ptr(), x.shape[1])
+        return cpu.all_gather(self._group, x.data_ptr(), out.data_ptr(), x.shape[1])
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See ``Communicator``."""
-        self.all_reduce_op(x).run(_cpu.Step(x.shape[0]))
+        self.all_reduce_op(x).run(cpu.Step(x.shape[0]))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See ``Communicator``."""
         out = x.new_empty(x.shape[0], self.size * x.shape[1])
-        self.all_gather_op(x, out).run(_cpu.Step(x.shape[0]))
+        self.all_gather_op(x, out).run(cpu.Step(x.shape[0]))
         return out
 
 
@@ -90,7 +87,7 @@ class HostCommunicator:
             if total is not part:
                 part.copy_(total)
 
-        return _cpu.host_call(run)
+        return cpu.host_call(run)
 
     def all_gather_op(self, x: Tensor, out: Tensor) -> Any:
         """See ``SharedMemoryCommunicator``."""
@@ -99,7 +96,7 @@ class HostCommunicator:
         def run(rows: int) -> None:
             out[:rows].copy_(self._group.all_gather(x[:rows]))
 
-        return _cpu.host_call(run)
+        return cpu.host_call(run)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See ``Communicator``."""

@@ -2,57 +2,48 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.kernels.cpu.compiled import address, cpu, strided, typed
 from octavo.kernels.cpu.linear import DenseWeight, QuantizedWeight
+from octavo.kernels.cpu.op_runner import OpRunner
 from octavo.kernels.experts import PackedExperts, RoutingSpec
 from octavo.kernels.packed_weight import PackedWeight
-
-if TYPE_CHECKING:
-    from octavo.kernels.cpu.backend import CpuKernels
-
-_cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
-_DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}
 
 
 class CpuExperts(PackedExperts):
     """Experts in any formats of this backend."""
 
-    def __init__(self, kernels: CpuKernels, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]) -> None:
-        self._kernels = kernels
-        self._group = _cpu.ExpertGroup([_matrix(weight) for weight in gate_up], [_matrix(weight) for weight in down])
+    def __init__(self, runner: OpRunner, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]) -> None:
+        self._runner = runner
+        self._group = cpu.ExpertGroup([_matrix(weight) for weight in gate_up], [_matrix(weight) for weight in down])
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
         """The rows of an expert in one product; a row's bits do not depend on the others."""
-        out = self._kernels._new(x, tuple(x.shape), torch.float32) if add is None else add
-        op = _cpu.experts(
+        out = self._runner.new(x, tuple(x.shape), torch.float32) if add is None else add
+        op = cpu.experts(
             self._group,
-            x.data_ptr(),
-            x.stride(0),
-            _DTYPES[x.dtype],
+            *typed(x),
             experts.data_ptr(),
             weights.data_ptr(),
             experts.shape[1],
-            out.data_ptr(),
-            out.stride(0),
-            0 if add is None else add.data_ptr(),
-            0 if add is None else add.stride(0),
+            *strided(out),
+            *strided(add),
         )
-        self._kernels._do(op, _cpu.Step(x.shape[0]), x)
+        self._runner.run(op, x)
         return out
 
 
 def route_op(logits: Tensor, spec: RoutingSpec, bias: Tensor | None, experts: Tensor, weights: Tensor) -> Any:
     """The operation that fills experts and weights; the caller keeps all tensors alive."""
-    return _cpu.route(
+    return cpu.route(
         logits.data_ptr(),
         logits.stride(0),
-        0 if bias is None else bias.data_ptr(),
+        address(bias),
         experts.data_ptr(),
         weights.data_ptr(),
         logits.shape[1] - spec.shared,
@@ -69,6 +60,6 @@ def route_op(logits: Tensor, spec: RoutingSpec, bias: Tensor | None, experts: Te
 
 def _matrix(weight: PackedWeight) -> Any:
     if isinstance(weight, QuantizedWeight):
-        return _cpu.quantized_expert(weight.parts)
+        return cpu.quantized_expert(weight.parts)
     assert isinstance(weight, DenseWeight)
-    return _cpu.dense_expert(weight.packed)
+    return cpu.dense_expert(weight.packed)

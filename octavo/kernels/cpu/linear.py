@@ -7,37 +7,32 @@ values: one scale per row would lose accuracy where a few channels are far great
 
 from __future__ import annotations
 
-import importlib
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from octavo.kernels.cpu.compiled import DTYPES, address, cpu, strided, typed
 from octavo.kernels.cpu.gguf_blocks import KEPT_TYPES, gguf_weight
 from octavo.kernels.cpu.group_codes import group_codes
+from octavo.kernels.cpu.op_runner import OpRunner
 from octavo.kernels.cpu.quantize import Codes, quantize_weight
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.group_rows import GroupQuantizedRows
 from octavo.kernels.packed_weight import Activation, PackedHeads, PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
 
-if TYPE_CHECKING:
-    from octavo.kernels.cpu.backend import CpuKernels
-
-_cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
-_DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}
-
 
 class CpuWeight(PackedWeight):
     """A weight of the CPU kernels; subclasses create the operation of its product."""
 
-    def __init__(self, kernels: CpuKernels, outputs: int, gated: bool) -> None:
+    def __init__(self, runner: OpRunner, outputs: int, gated: bool) -> None:
         self.gated = gated
         #: Columns of a result.
         self.width = outputs // 2 if gated else outputs
-        self._kernels = kernels
+        self._runner = runner
 
     def __call__(
         self,
@@ -51,18 +46,18 @@ class CpuWeight(PackedWeight):
         if add is not None and out_dtype == torch.float32 and not self.gated and add.is_contiguous():
             out = add
         else:
-            out = self._kernels._new(x, (x.shape[0], self.width), out_dtype)
+            out = self._runner.new(x, (x.shape[0], self.width), out_dtype)
         op = self.operation(x, out, add, activation)
-        if self._kernels._take_recorded_delta(add):
-            op = _cpu.if_adapters(op, self.operation(x, out, None, activation))
-        self._kernels._do(op, _cpu.Step(x.shape[0]), x)
+        if self._runner.takes_delta(add):
+            op = cpu.if_adapters(op, self.operation(x, out, None, activation))
+        self._runner.run(op, x)
         return out
 
     def rows(self, ids: Tensor, first: int, *, scale: float, dtype: torch.dtype) -> Tensor:
         """While recording, ids must be the batch's token ids."""
-        out = self._kernels._new(ids, (ids.shape[0], self._matrix.k), torch.float32)
-        op = _cpu.lookup(self._matrix, out.data_ptr(), first, dtype == torch.bfloat16, scale)
-        self._kernels._do(op, _cpu.Step(ids.shape[0], token_ids=ids.data_ptr()), ids)
+        out = self._runner.new(ids, (ids.shape[0], self._matrix.k), torch.float32)
+        op = cpu.lookup(self._matrix, out.data_ptr(), first, dtype == torch.bfloat16, scale)
+        self._runner.run(op, ids, token_ids=ids.data_ptr())
         return out
 
     @property
@@ -75,17 +70,7 @@ class CpuWeight(PackedWeight):
 
         It holds addresses: the caller keeps x, out, add and this weight alive.
         """
-        return self._operation(
-            x.data_ptr(),
-            x.stride(0),
-            _DTYPES[x.dtype],
-            out.data_ptr(),
-            out.stride(0),
-            _DTYPES[out.dtype],
-            0 if add is None else add.data_ptr(),
-            0 if add is None else add.stride(0),
-            getattr(_cpu.Activation, activation or "none"),
-        )
+        return self._operation(*typed(x), *typed(out), *strided(add), getattr(cpu.Activation, activation or "none"))
 
     @abstractmethod
     def _operation(self, *arguments: Any) -> Any:
@@ -96,25 +81,24 @@ class DenseWeight(CpuWeight):
     """Float32 or bfloat16, in groups of 16 outputs; for a gated weight 8 of the gate and 8 of up."""
 
     def __init__(
-        self, kernels: CpuKernels, weight: Tensor, bias: Tensor | None = None, gated: bool = False, pieces: int = 1
+        self, runner: OpRunner, weight: Tensor, bias: Tensor | None = None, gated: bool = False, pieces: int = 1
     ) -> None:
         """Copies weight [N, K] and bias [N] (any float type). ``pieces``: see ``Kernels.pack``.
 
         Raises:
             ConfigError: the weight has another type.
         """
-        super().__init__(kernels, weight.shape[0], gated)
+        super().__init__(runner, weight.shape[0], gated)
         self.has_rows = not gated
-        if weight.dtype not in _DTYPES:
+        if weight.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(f"the CPU kernels compute in float32 or bfloat16, not in {weight.dtype}")
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         floats = None if bias is None else bias.float().contiguous()
-        address = 0 if floats is None else floats.data_ptr()
         rows, columns = weight.shape
         # The stride of a single row is undefined.
         row_stride = weight.stride(0) if rows > 1 else columns
-        self.packed = _cpu.pack_linear(
-            weight.data_ptr(), rows, columns, row_stride, _DTYPES[weight.dtype], address, gated, pieces
+        self.packed = cpu.pack_linear(
+            weight.data_ptr(), rows, columns, row_stride, DTYPES[weight.dtype], address(floats), gated, pieces
         )
 
     @property
@@ -122,7 +106,7 @@ class DenseWeight(CpuWeight):
         return self.packed
 
     def _operation(self, *arguments: Any) -> Any:
-        return _cpu.linear(self.packed, *arguments)
+        return cpu.linear(self.packed, *arguments)
 
     @property
     def nbytes(self) -> int:
@@ -133,30 +117,30 @@ class DenseWeight(CpuWeight):
 class DenseHeads(PackedHeads):
     """Float32 or bfloat16 matrices of heads, each packed as a ``DenseWeight``; one operation multiplies all."""
 
-    def __init__(self, kernels: CpuKernels, weight: Tensor) -> None:
+    def __init__(self, runner: OpRunner, weight: Tensor) -> None:
         """Copies weight [H, N, K]."""
-        self._kernels = kernels
-        self._heads = [DenseWeight(kernels, head).packed for head in weight]
+        self._runner = runner
+        self._heads = [DenseWeight(runner, head).packed for head in weight]
         self._outputs = weight.shape[1]
 
     def __call__(self, x: Tensor) -> Tensor:
         """To a new tensor."""
-        out = self._kernels._new(x, (*x.shape[:2], self._outputs), x.dtype)
-        self._kernels._do(self.operation(x, out), _cpu.Step(x.shape[0]), x)
+        out = self._runner.new(x, (*x.shape[:2], self._outputs), x.dtype)
+        self._runner.run(self.operation(x, out), x)
         return out
 
     def operation(self, x: Tensor, out: Tensor) -> Any:
         """The operation from x [T, H, K] to out [T, H, N], tokens and heads strided; it holds addresses."""
-        return _cpu.head_products(
+        return cpu.head_products(
             self._heads,
             x.data_ptr(),
             x.stride(0),
             x.stride(1),
-            _DTYPES[x.dtype],
+            DTYPES[x.dtype],
             out.data_ptr(),
             out.stride(0),
             out.stride(1),
-            _DTYPES[out.dtype],
+            DTYPES[out.dtype],
         )
 
     @property
@@ -168,9 +152,7 @@ class DenseHeads(PackedHeads):
 class QuantizedWeight(CpuWeight):
     """Quantised matrices with the same input; each may have another format."""
 
-    def __init__(
-        self, kernels: CpuKernels, parts: list[Codes], bias: Tensor | None = None, gated: bool = False
-    ) -> None:
+    def __init__(self, runner: OpRunner, parts: list[Codes], bias: Tensor | None = None, gated: bool = False) -> None:
         """Packs the codes [n_i, K] and the bias [sum of n_i].
 
         Raises:
@@ -182,7 +164,7 @@ class QuantizedWeight(CpuWeight):
         outputs = sum(part.codes.shape[0] for part in parts)
         if bias is not None and bias.shape != (outputs,):
             raise ConfigError(f"the bias of a quantised layer has shape {list(bias.shape)}, expected [{outputs}]")
-        super().__init__(kernels, outputs, gated)
+        super().__init__(runner, outputs, gated)
         self.parts = [_pack_codes(part) for part in parts]
         self.bias = None if bias is None else bias.float().contiguous()
 
@@ -191,8 +173,7 @@ class QuantizedWeight(CpuWeight):
         return self.parts[0]
 
     def _operation(self, *arguments: Any) -> Any:
-        bias = 0 if self.bias is None else self.bias.data_ptr()
-        return _cpu.linear_quant(self.parts, *arguments, bias, self.gated)
+        return cpu.linear_quant(self.parts, *arguments, address(self.bias), self.gated)
 
     @property
     def nbytes(self) -> int:
@@ -240,6 +221,6 @@ def _pack_codes(weight: Codes) -> Any:
     # Keeps the tensors alive until the packing is done.
     held = [None if tensor is None else tensor.contiguous() for tensor in tensors]
     try:
-        return _cpu.PackedQuant(weight.format, n, k, *(0 if tensor is None else tensor.data_ptr() for tensor in held))
+        return cpu.PackedQuant(weight.format, n, k, *map(address, held))
     except ValueError as e:
         raise ConfigError(str(e)) from None

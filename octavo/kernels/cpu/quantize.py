@@ -19,17 +19,13 @@ Scales and minima of 32 (or 128, 256) are those of so many consecutive values of
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, WeightError
-
-_cpu: Any = importlib.import_module("octavo._cpu")
-_DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}
+from octavo.kernels.cpu.compiled import DTYPES, cpu
 
 
 @dataclass(frozen=True)
@@ -85,11 +81,11 @@ def quantize_weight(weight: Tensor, kind: str, group: int | None) -> Codes:
     if group is not None and k % group:
         raise ConfigError(f"{kind} in groups of {group} needs inputs in multiples of {group}, not {k}")
     bits = int(kind[-1])
-    weight = (weight if weight.dtype in _DTYPES else weight.float()).contiguous()
+    weight = (weight if weight.dtype in (torch.float32, torch.bfloat16) else weight.float()).contiguous()
     codes = torch.empty((n, k), dtype=torch.int8 if bits == 8 else torch.uint8)
     scales = torch.empty(n) if group is None else torch.empty((n, k // group), dtype=torch.float16)
-    _cpu.quantize_rows(
-        weight.data_ptr(), n, k, k, _DTYPES[weight.dtype], bits, group or 0, codes.data_ptr(), scales.data_ptr()
+    cpu.quantize_rows(
+        weight.data_ptr(), n, k, k, DTYPES[weight.dtype], bits, group or 0, codes.data_ptr(), scales.data_ptr()
     )
     if not scales.isfinite().all():
         raise WeightError("a weight is infinite, not a number, or too great to be quantised")

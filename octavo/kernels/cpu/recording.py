@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -11,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.core.errors import UnrecordableError
 from octavo.kernels.cpu.arena import Arena
+from octavo.kernels.cpu.compiled import cpu
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput, padding_batch
-
-_cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
 
 
 class Recording:
@@ -24,7 +22,7 @@ class Recording:
     """
 
     def __init__(self, arena: Arena, largest: BatchSize) -> None:
-        self.tape = _cpu.Tape()
+        self.tape = cpu.Tape()
         self._arena = arena
         # Only the shapes and identities of its arrays are used: each step has its own arrays.
         self.batch = padding_batch(largest)
@@ -54,8 +52,8 @@ class Recording:
         return ids is self.batch.positions
 
     def rows_of(self, x: Tensor) -> Any:
-        """What the rows of x are, a ``_cpu.Rows``."""
-        return self._rows.get(x.untyped_storage().data_ptr(), _cpu.Rows.tokens)
+        """What the rows of x are, a ``cpu.Rows``."""
+        return self._rows.get(x.untyped_storage().data_ptr(), cpu.Rows.tokens)
 
     def new(self, shape: tuple[int, ...], dtype: torch.dtype, rows: Any) -> Tensor:
         """A buffer with these rows as its first dimension."""
@@ -77,7 +75,7 @@ class Recording:
 
     def new_sampled(self, like: Tensor) -> Tensor:
         """A buffer for the sampled rows of ``like``."""
-        return self.new((self._sampled, *like.shape[1:]), like.dtype, _cpu.Rows.sampled)
+        return self.new((self._sampled, *like.shape[1:]), like.dtype, cpu.Rows.sampled)
 
     def append(self, op: Any, x: Tensor) -> None:
         """Records an operation over the rows of x."""
@@ -92,16 +90,15 @@ class Recording:
 
         def run(batch: ForwardBatch, forward: Forward = forward) -> ForwardOutput:
             tape.run(step_of(batch))
-            rows = output.first(len(batch.token_ids), len(batch.sampled_rows))
-            return rows if rows.most_likely is None or batch.only_most_likely else rows._replace(most_likely=None)
+            return output.first(len(batch.token_ids), len(batch.sampled_rows))
 
         return run
 
 
 def step_of(batch: ForwardBatch) -> Any:
-    """The batch as a ``_cpu.Step``, the argument of operations."""
+    """The batch as a ``cpu.Step``, the argument of operations."""
     tables, slots = batch.block_tables, batch.slot_mapping
-    return _cpu.Step(
+    return cpu.Step(
         len(batch.token_ids),
         len(batch.seq_lens),
         batch.num_decodes,
@@ -117,7 +114,6 @@ def step_of(batch: ForwardBatch) -> Any:
         len(batch.sampled_rows),
         batch.sampled_rows.data_ptr(),
         adapters=batch.adapters.data_ptr() if batch.has_adapters else 0,
-        only_most_likely=batch.only_most_likely,
     )
 
 

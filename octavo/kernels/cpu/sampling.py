@@ -5,17 +5,13 @@ Each row is computed by one thread: its result depends neither on the other rows
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.kernels.cpu.compiled import cpu
 from octavo.kernels.sampling import FILTERS, HostLogprobs, SamplingBackend, as_position_logprobs, mask_words
-
-_cpu: Any = importlib.import_module("octavo._cpu")
 
 
 def choose_tokens(
@@ -47,7 +43,7 @@ def choose_tokens(
             raise ValueError(f"a mask must have shape [{rows}, {mask_words(vocab)}], not {list(mask.shape)}")
     out = np.empty(rows, np.int64)
     arrays = (0 if a is None else a.ctypes.data for a in (filters, keys, mask, out))
-    _cpu.choose_tokens(logits.ctypes.data, _stride(logits), rows, vocab, *arrays)
+    cpu.choose_tokens(logits.ctypes.data, _stride(logits), rows, vocab, *arrays)
     return out
 
 
@@ -73,7 +69,7 @@ class CompiledSampling(SamplingBackend):
         rows, vocab = logits.shape
         if rows > self._rows:
             self._make_plain(2 * rows)
-        _cpu.choose_tokens(logits.data_ptr(), logits.stride(0), rows, vocab, *self._addresses)
+        cpu.choose_tokens(logits.data_ptr(), logits.stride(0), rows, vocab, *self._addresses)
         return torch.from_numpy(self._out[:rows].copy())
 
     def choose(
@@ -120,7 +116,7 @@ def token_logprobs(
     logprobs, ranks = np.empty(n), np.empty(n, np.int64)
     top_ids, top_logprobs = np.empty((n, width), np.int64), np.empty((n, width))
     arrays = (a.ctypes.data for a in (indices, tokens, counts, logprobs, ranks))
-    _cpu.token_logprobs(
+    cpu.token_logprobs(
         logits.ctypes.data,
         _stride(logits),
         n,

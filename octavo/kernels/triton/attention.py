@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec, LayerCache
+from octavo.kernels.interface import AttentionSpec
 from octavo.kernels.triton.attention_args import make_context
 from octavo.kernels.triton.attention_decode import decode
 from octavo.kernels.triton.attention_fixed import fixed_order

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.kv_spec import KVSpec
+from octavo.kernels.cache import LayerCache, torch_dtype
 from octavo.kernels.experts import PackedExperts
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
-from octavo.kernels.interface import AttentionSpec, Kernels, LayerCache, torch_dtype
-from octavo.kernels.lora import LowRankShape
+from octavo.kernels.interface import AttentionSpec, Kernels
 from octavo.kernels.packed_weight import PackedWeight, stack_rows
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.kernels.triton import attention, cache, experts, norm, rotary_cache
 from octavo.kernels.triton.embedding import embedding
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward
 from octavo.kernels.triton.linear import DenseWeight, QuantizedWeight
-from octavo.kernels.triton.lora import RowTiles, TritonLowRank, TritonLowRankEmbedding
+from octavo.kernels.triton.lora import TritonAdapters
 from octavo.kernels.triton.quantize import quantize
 from octavo.kernels.triton.sampling_backend import TritonSampling
 
@@ -52,9 +52,7 @@ class TritonKernels(Kernels):
         self._graphed = self.device.type == "cuda" and not enforce_eager
         self._capture_at_start = graph_capture == "start"
         self._graph_sizes = cudagraph_capture_sizes
-        #: Of the layers made so far, which all have as many; 0: none has any.
-        self._adapter_slots = 0
-        self._tiles: dict[bool, RowTiles] = {}
+        self.adapters: TritonAdapters = TritonAdapters(self.device, deterministic=deterministic)
 
     def describe(self) -> str:
         """Name, device and order."""
@@ -80,7 +78,7 @@ class TritonKernels(Kernels):
         return self._make_graphs(forward, largest).total_bytes(in_use) if self._graphed else 0
 
     def _make_graphs(self, forward: Forward, largest: BatchSize) -> GraphedForward:
-        sizes, adapters = self._graph_sizes, self._adapter_slots > 0
+        sizes, adapters = self._graph_sizes, self.adapters.count > 0
         return GraphedForward(forward, CudaGraphs(), largest, device=self.device, sizes=sizes, adapters=adapters)
 
     def make_sampling_backend(self, vocab_size: int) -> TritonSampling:
@@ -148,37 +146,6 @@ class TritonKernels(Kernels):
     ) -> PackedExperts:
         """Stacked, for grouped products; shared experts apart."""
         return experts.pack_experts(gate_up, down, shared, deterministic=self.deterministic)
-
-    # --- adapters ---------------------------------------------------------------------------------------------------
-
-    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> TritonLowRank:
-        """Matrices of ``max_rank`` for each slot, on the device."""
-        self._adapter_slots = shape.slots
-        return TritonLowRank(self, shape, sampled=sampled)
-
-    def make_low_rank_embedding(self, shape: LowRankShape) -> TritonLowRankEmbedding:
-        """Matrices of ``max_rank`` for each slot, on the device."""
-        self._adapter_slots = shape.slots
-        return TritonLowRankEmbedding(self, shape)
-
-    def begin_adapters(self, batch: ForwardBatch) -> None:
-        """Drops the tiles of the step before."""
-        super().begin_adapters(batch)
-        self._tiles = {}
-
-    def use_adapters(self, slots: Tensor | None) -> None:
-        """Drops the tiles of the step before."""
-        super().use_adapters(slots)
-        self._tiles = {}
-
-    def row_tiles(self, *, sampled: bool) -> RowTiles | None:
-        """The tiles of the step's tokens or sampled rows, made once in a step; None if no row has an adapter."""
-        if self.adapter_rows is None:
-            return None
-        if sampled not in self._tiles:
-            slots = self.adapter_rows.sampled if sampled else self.adapter_rows.tokens
-            self._tiles[sampled] = RowTiles.of(slots, self._adapter_slots, deterministic=self.deterministic)
-        return self._tiles[sampled]
 
     # --- the rest of a layer ----------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.kernels.interface import LayerCache
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.pinned import host_copy, host_empty
 
 #: Types of caches without scales.

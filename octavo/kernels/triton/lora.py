@@ -12,21 +12,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.lora import LowRank, LowRankEmbedding, LowRankPart, LowRankShape, check_part
+from octavo.kernels.lora import Adapters, LowRank, LowRankEmbedding, LowRankPart, LowRankShape, check_part
 from octavo.kernels.pinned import host_empty
 from octavo.kernels.triton.experts import sort_pairs
 from octavo.kernels.triton.rounding import rounded
 from octavo.kernels.triton.tiles import dot
-
-if TYPE_CHECKING:
-    from octavo.kernels.triton.backend import TritonKernels
 
 #: Rows of a tile where a slot has few, and where it has many.
 _FEW, _MANY = 16, 64
@@ -240,16 +236,52 @@ def _pad(part: LowRankPart, dtype: torch.dtype, block: int) -> LowRankPart:
     return LowRankPart(down, up)
 
 
+class TritonAdapters(Adapters):
+    """With the tiles of the step's rows, which all layers share."""
+
+    def __init__(self, device: torch.device, *, deterministic: bool) -> None:
+        super().__init__()
+        self.device = device
+        self._deterministic = deterministic
+        #: Slots of the layers made so far, which all have as many; 0: none has any.
+        self.count = 0
+        self._tiles: dict[bool, RowTiles] = {}
+
+    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> TritonLowRank:
+        """Matrices of ``max_rank`` for each slot, on the device."""
+        self.count = shape.slots
+        return TritonLowRank(self, shape, sampled=sampled)
+
+    def make_low_rank_embedding(self, shape: LowRankShape) -> TritonLowRankEmbedding:
+        """Matrices of ``max_rank`` for each slot, on the device."""
+        self.count = shape.slots
+        return TritonLowRankEmbedding(self, shape)
+
+    def use(self, tokens: Tensor | None, sampled: Tensor | None = None) -> None:
+        """Drops the tiles of the step before."""
+        super().use(tokens, sampled)
+        self._tiles = {}
+
+    def tiles(self, *, sampled: bool) -> RowTiles | None:
+        """The tiles of the step's tokens or sampled rows, made once in a step; None if no row has an adapter."""
+        slots = self.slots(sampled=sampled)
+        if slots is None:
+            return None
+        if sampled not in self._tiles:
+            self._tiles[sampled] = RowTiles.of(slots, self.count, deterministic=self._deterministic)
+        return self._tiles[sampled]
+
+
 class TritonLowRank(LowRank):
     """Slots of equal size on the device."""
 
-    def __init__(self, kernels: TritonKernels, shape: LowRankShape, *, sampled: bool = False) -> None:
-        """See ``Kernels.make_low_rank``."""
+    def __init__(self, adapters: TritonAdapters, shape: LowRankShape, *, sampled: bool = False) -> None:
+        """See ``Adapters.make_low_rank``."""
         super().__init__(shape)
-        self._kernels, self._sampled = kernels, sampled
+        self._adapters, self._sampled = adapters, sampled
         self._starts = [0, *itertools.accumulate(self.outputs)]
         self._rank, self._block = _rank_blocks(self.max_rank)
-        device, parts = kernels.device, len(self.outputs)
+        device, parts = adapters.device, len(self.outputs)
         self._down = torch.zeros((shape.slots, parts, self._rank, self.inputs), dtype=self.dtype, device=device)
         self._up = torch.zeros((shape.slots, self._starts[-1], self._rank), dtype=self.dtype, device=device)
         #: Of each slot's parts, 0 where it has none; the last row is that of rows without an adapter.
@@ -281,7 +313,7 @@ class TritonLowRank(LowRank):
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor | None:
         """Two launches."""
-        tiles = self._kernels.row_tiles(sampled=self._sampled)
+        tiles = self._adapters.tiles(sampled=self._sampled)
         if tiles is None:
             return add
         rows, columns, parts = len(x), self._starts[-1], len(self.outputs)
@@ -294,8 +326,8 @@ class TritonLowRank(LowRank):
         piece = triton.cdiv(blocks, min(_MOST_PIECES, triton.cdiv(blocks, _PIECE_BLOCKS)))
         pieces = triton.cdiv(blocks, piece)
         split = pieces if rows < _MANY_ROWS else 1
-        shape = {"ROWS": tiles.rows, "PARTS": parts, "RANK": self._rank, "BLOCK": self._block}
-        options = {"num_warps": 4, "enable_fp_fusion": False}
+        options = {"ROWS": tiles.rows, "PARTS": parts, "RANK": self._rank, "BLOCK": self._block}
+        options |= {"num_warps": 4, "enable_fp_fusion": False}
         partial = torch.empty((split, rows, parts * self._rank), dtype=torch.float32, device=x.device)
         _shrink_kernel[(len(tiles.slots), parts * self._rank // self._block, split)](
             x,
@@ -311,7 +343,6 @@ class TritonLowRank(LowRank):
             PIECE=piece * depth,
             PIECES=pieces,
             SPLIT=split > 1,
-            **shape,
             **options,
         )
         _expand_kernel[(len(tiles.slots), len(self._tiles))](
@@ -327,7 +358,6 @@ class TritonLowRank(LowRank):
             columns,
             COLUMNS=_COLUMNS,
             PIECES=split,
-            **shape,
             **options,
         )
         return out
@@ -336,14 +366,14 @@ class TritonLowRank(LowRank):
 class TritonLowRankEmbedding(LowRankEmbedding):
     """Slots of equal size on the device; of ``down`` the transposed matrix."""
 
-    def __init__(self, kernels: TritonKernels, shape: LowRankShape) -> None:
-        """See ``Kernels.make_low_rank_embedding``."""
+    def __init__(self, adapters: TritonAdapters, shape: LowRankShape) -> None:
+        """See ``Adapters.make_low_rank_embedding``."""
         super().__init__(shape)
-        self._kernels = kernels
+        self._adapters = adapters
         self._rank, self._block = _rank_blocks(self.max_rank)
-        self._down = torch.zeros((shape.slots, self.rows, self._rank), dtype=self.dtype, device=kernels.device)
-        self._up = torch.zeros((shape.slots, self.outputs, self._rank), dtype=self.dtype, device=kernels.device)
-        self._ranks = torch.zeros(shape.slots, dtype=torch.int32, device=kernels.device)
+        self._down = torch.zeros((shape.slots, self.rows, self._rank), dtype=self.dtype, device=adapters.device)
+        self._up = torch.zeros((shape.slots, self.outputs, self._rank), dtype=self.dtype, device=adapters.device)
+        self._ranks = torch.zeros(shape.slots, dtype=torch.int32, device=adapters.device)
 
     def pack(self, part: LowRankPart) -> TritonAdapter:
         """Pads the rank to the block that tiles take."""
@@ -362,8 +392,8 @@ class TritonLowRankEmbedding(LowRankEmbedding):
 
     def __call__(self, ids: Tensor, add: Tensor, first: int = 0) -> Tensor:
         """One launch."""
-        rows = self._kernels.adapter_rows
-        if rows is None or not len(ids):
+        slots = self._adapters.slots()
+        if slots is None or not len(ids):
             return add
         columns = 64
         _lookup_kernel[(len(ids), triton.cdiv(self.outputs, columns))](
@@ -371,7 +401,7 @@ class TritonLowRankEmbedding(LowRankEmbedding):
             self._down,
             self._up,
             self._ranks,
-            rows.tokens,
+            slots,
             add,
             first,
             self.rows,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.interface import LayerCache
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.triton.cache import QUANTIZED, TritonLayerCache
 from octavo.kernels.triton.rounding import rounded
 

@@ -13,8 +13,9 @@ import torch
 from octavo.core.config import EngineConfig
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult, TableChange
-from octavo.executor.executor import Executor, choose_executor
-from octavo.executor.worker import Worker
+from octavo.executor.executor import Executor
+from octavo.executor.factory import choose_executor
+from octavo.executor.worker import Worker, WorkerSpec
 
 #: Steps that are measured, and those before them.
 STEPS, WARM_UP = 300, 10
@@ -66,7 +67,7 @@ def measure(options: EngineConfig, sizes: Sequence[int]) -> Iterator[StepCost]:
     """
     stages = max(2, options.pipeline_parallel_size)
     config = ModelConfig("LlamaForCausalLM", 256, 64, 128, stages, 8, 8, 8, 256)
-    executor = choose_executor(options)(options, config, Path(), "float32", 0)
+    executor = choose_executor(options)(options, WorkerSpec.of(options, config, Path(), "float32"), 0)
     try:
         executor.start_workers()
         executor.collective_rpc(install_echo)

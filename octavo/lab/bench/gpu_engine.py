@@ -19,8 +19,9 @@ from octavo.lab.bench.offline import (
     run_batch,
     share_of_bandwidth,
 )
+from octavo.lab.step_costs import layer_weights, prefill_operations, weight_bytes_read
 from octavo.lab.workloads.lengths import Constant
-from octavo.models.sizes import kv_bytes_per_token, layer_weights, outline, prefill_operations, weight_bytes_read
+from octavo.models.sizes import kv_bytes_per_token, outline
 
 if TYPE_CHECKING:
     from octavo.engine.llm import LLM

@@ -161,7 +161,7 @@ def low_rank_cases(
         outputs, inputs = weights[0].shape
         products = []
         for _ in weights:
-            product = kernels.make_low_rank(LowRankShape(inputs, (outputs,), _ADAPTERS, _RANK, types.dtype))
+            product = kernels.adapters.make_low_rank(LowRankShape(inputs, (outputs,), _ADAPTERS, _RANK, types.dtype))
             for slot in range(_ADAPTERS):
                 down, up = (
                     _random(*shape, dtype=types.dtype, device=torch.device("cpu"))
@@ -177,7 +177,7 @@ def low_rank_cases(
                 x: Tensor = x,
                 products: list[LowRank] = products,
             ) -> ForwardOutput:
-                kernels.begin_adapters(batch)
+                kernels.adapters.begin(batch)
                 for product in products:
                     out = product(x)
                 assert out is not None

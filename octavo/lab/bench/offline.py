@@ -15,11 +15,12 @@ from msgspec import structs
 
 from octavo.core.errors import WorkerError
 from octavo.core.sampling_params import SamplingParams
+from octavo.lab.step_costs import weight_bytes_read
 from octavo.lab.workloads.lengths import Lengths
 from octavo.lab.workloads.tokens import token_ids
 from octavo.lab.workloads.work_items import WorkItem
 from octavo.lab.workloads.workload import Workload
-from octavo.models.sizes import kv_bytes_per_token, outline, weight_bytes_read
+from octavo.models.sizes import kv_bytes_per_token, outline
 
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestOutput

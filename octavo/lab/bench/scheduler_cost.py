@@ -17,7 +17,7 @@ from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.garbage import Collections, settled_collector
+from octavo.lab.bench.collector_cost import Collections, settled_collector
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.scheduler import Scheduler
 from octavo.speculation.speculator import make_speculator

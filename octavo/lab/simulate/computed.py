@@ -44,6 +44,7 @@ def computed_profile(
     Raises:
         ConfigError: layers have attention windows, or the weights do not fit the memory.
     """
+    from octavo.lab import step_costs
     from octavo.models import sizes
 
     network = sizes.outline(config, dtype, quantization)
@@ -51,15 +52,15 @@ def computed_profile(
         raise ConfigError(f"{model} has attention windows: a step profile is for layers that keep all tokens")
     read, compute = device.bandwidth * device.bandwidth_share, device.operations * device.operations_share
     head = sizes.size_bytes(*(weight for weight in network.weights() if weight.kind == "head"))
-    elements, kv_bytes = sizes.layer_weights(network), sizes.kv_bytes_per_token(network)
-    knee = round(compute * (sizes.weight_bytes_read(network) - head) / read / (2 * elements))
+    elements, kv_bytes = step_costs.layer_weights(network), sizes.kv_bytes_per_token(network)
+    knee = round(compute * (step_costs.weight_bytes_read(network) - head) / read / (2 * elements))
     free = device.memory * (1 - _OTHER_MEMORY) - sizes.weight_bytes(network)
     if free < kv_bytes * 1024:
         raise ConfigError(
             f"{sizes.weight_bytes(network) / 1e9:.1f} GB of weights leave too little of {device.memory / 1e9:.1f} GB"
         )
     curve = [
-        (float(n), max((sizes.weight_bytes_read(network, n) - head) / read, 2 * elements * n / compute))
+        (float(n), max((step_costs.weight_bytes_read(network, n) - head) / read, 2 * elements * n / compute))
         for n in sorted({*_TOKENS, max(1, knee)})
     ]
     return StepProfile(

@@ -72,10 +72,10 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"experts {rows}", partial(group, x[:rows], chosen, weights, residual[:rows])
     kernels = TritonKernels("cpu")
     for rank in (16, 64):
-        qkv = kernels.make_low_rank(LowRankShape(4096, (4096, 1024, 1024), 8, rank, half))
+        qkv = kernels.adapters.make_low_rank(LowRankShape(4096, (4096, 1024, 1024), 8, rank, half))
         for rows in (1, 2048):
             yield f"adapters of rank {rank} {rows}", partial(_low_rank, kernels, qkv, x[:rows])
-    table = kernels.make_low_rank_embedding(LowRankShape(32000, (4096,), 8, 16, half))
+    table = kernels.adapters.make_low_rank_embedding(LowRankShape(32000, (4096,), 8, 16, half))
     yield (
         "adapters of an embedding",
         partial(_low_rank, kernels, table, torch.zeros(8, dtype=torch.int64), residual[:8]),
@@ -91,7 +91,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _low_rank(kernels: TritonKernels, low_rank: Callable[..., object], *args: torch.Tensor) -> object:
-    kernels.use_adapters(torch.zeros(len(args[0]), dtype=torch.int32))
+    kernels.adapters.use(torch.zeros(len(args[0]), dtype=torch.int32))
     return low_rank(*args)
 
 

@@ -28,7 +28,7 @@ def adapters_of(inputs: int) -> list[Adapter]:
 
 
 def filled(kernels: TritonKernels, inputs: int, dtype: torch.dtype) -> LowRank:
-    low_rank = kernels.make_low_rank(LowRankShape(inputs, tuple(OUTPUTS), len(RANKS) + 1, 40, dtype))
+    low_rank = kernels.adapters.make_low_rank(LowRankShape(inputs, tuple(OUTPUTS), len(RANKS) + 1, 40, dtype))
     for slot, adapter in enumerate(adapters_of(inputs)):
         low_rank.place(slot, low_rank.pack(make_adapter(inputs, OUTPUTS, (40, 40, 40), 9)))  # another one before
         low_rank.place(slot, low_rank.pack(adapter))
@@ -38,7 +38,7 @@ def filled(kernels: TritonKernels, inputs: int, dtype: torch.dtype) -> LowRank:
 def call(
     kernels: TritonKernels, low_rank: LowRank, slots: Sequence[int], x: Tensor, add: Tensor | None = None
 ) -> Tensor:
-    kernels.use_adapters(torch.tensor(slots, dtype=torch.int32, device=DEVICE))
+    kernels.adapters.use(torch.tensor(slots, dtype=torch.int32, device=DEVICE))
     out = low_rank(x.to(DEVICE), None if add is None else add.to(DEVICE, copy=True))
     assert out is not None
     return out.cpu()
@@ -84,14 +84,14 @@ def test_a_row_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPatch)
 
 def test_embeddings() -> None:
     kernels = TritonKernels(DEVICE)
-    low_rank = kernels.make_low_rank_embedding(LowRankShape(20, (70,), 3, 40, torch.float32))
+    low_rank = kernels.adapters.make_low_rank_embedding(LowRankShape(20, (70,), 3, 40, torch.float32))
     parts = [make_adapter(20, [70], [rank], rank)[0] for rank in (1, 40)]
     for slot, part in enumerate(parts):
         assert part is not None
         low_rank.place(slot, low_rank.pack(part))
     slots = [0, 1, -1, 1, 2, 1]
     ids, add = torch.tensor([105, 119, 103, 99, 100, 120]), random(6, 70)
-    kernels.use_adapters(torch.tensor(slots, dtype=torch.int32, device=DEVICE))
+    kernels.adapters.use(torch.tensor(slots, dtype=torch.int32, device=DEVICE))
     out = low_rank(ids.to(DEVICE), add.to(DEVICE, copy=True), 100).cpu()
     for row in (0, 1):
         part = parts[slots[row]]

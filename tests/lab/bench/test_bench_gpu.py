@@ -24,9 +24,10 @@ from octavo.kernels.limits import graphed, measure_device, seconds_per_call
 from octavo.lab.bench import gpu, gpu_engine
 from octavo.lab.bench.gpu_scale import FULL, TINY, Scale
 from octavo.lab.bench.offline import make_batches, measure, run_batch, step_bytes
+from octavo.lab.step_costs import layer_weights, prefill_operations, weight_bytes_read
 from octavo.lab.workloads.lengths import Constant
 from octavo.models.config import read_model_config
-from octavo.models.sizes import kv_bytes_per_token, layer_weights, outline, prefill_operations, weight_bytes_read
+from octavo.models.sizes import kv_bytes_per_token, outline
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCRIPT = ROOT / "scripts" / "gpu_bench.py"

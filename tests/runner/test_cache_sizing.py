@@ -18,13 +18,15 @@ from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import InsufficientMemoryError
 from octavo.core.kv_groups import KVLayout
 from octavo.core.kv_spec import group_layers
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, padding_batch
-from octavo.kernels.interface import LayerCache
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.models.config import read_model_config
 from octavo.runner import memory
+from octavo.runner.cache_sizing import CacheSizing
+from octavo.runner.loaded_model import LoadedModel
 from octavo.runner.memory import CudaMemory, largest_step, measure_peak
 from octavo.runner.model_runner import ModelRunner
 
@@ -169,11 +171,11 @@ def test_the_largest_step_runs_with_a_cache_of_one_block(network: Path) -> None:
             assert model.forward(batch, caches).shape == (len(batch.token_ids), config.hidden_size)
 
 
-def small_runner(network: Path, **values: Any) -> ModelRunner:
+def small_model(network: Path, **values: Any) -> LoadedModel:
     """For steps of 64 tokens."""
     defaults = {"kernels": "reference", "max_num_batched_tokens": 64, "max_num_seqs": 8, "num_threads": 1}
     engine = make_config(model=str(network), **{**defaults, **values})
-    return ModelRunner(engine, read_model_config(network), network, "float32")
+    return LoadedModel(engine, read_model_config(network), network, "float32")
 
 
 def test_the_largest_step_has_adapters_where_there_are_slots_for_them(
@@ -181,23 +183,23 @@ def test_the_largest_step_has_adapters_where_there_are_slots_for_them(
 ) -> None:
     """Their slots are memory of the layers; what their products set aside in a step is seen only if rows have them."""
     for values, expected in (({}, {-1}), ({"enable_lora": True, "max_loras": 3}, {0, 1, 2})):
-        runner = small_runner(network, **values)
-        run = runner._run_network
+        loaded = small_model(network, **values)
+        run = loaded.forward
         batches: list[ForwardBatch] = []
 
         def noted(batch: ForwardBatch, caches: list[LayerCache], run: Any = run, batches: Any = batches) -> Any:
             batches.append(batch)
             return run(batch, caches)
 
-        monkeypatch.setattr(runner, "_run_network", noted)
-        runner._largest_step(128).run()
+        monkeypatch.setattr(loaded, "forward", noted)
+        CacheSizing(loaded).largest_step(128).run()
         (batch,) = batches
         assert set(batch.adapters.tolist()) == expected
         assert batch.has_adapters == (expected != {-1})
 
 
 def test_a_gpus_profile_counts_the_graphs_of_the_model_and_of_the_drafter(network: Path) -> None:
-    runner = small_runner(network)
+    loaded = small_model(network)
     device = CountedMemory(weights=GIB, step=GIB, workspace=0, others=GIB)
 
     def graph_bytes(forward: Forward, largest: BatchSize, in_use: Callable[[], int]) -> int:
@@ -205,12 +207,15 @@ def test_a_gpus_profile_counts_the_graphs_of_the_model_and_of_the_drafter(networ
         assert forward(padding_batch(replace(largest, tokens=2, sequences=2, sampled=2))).logits is not None
         return 7
 
-    runner._kernels.graph_bytes = graph_bytes  # type: ignore[method-assign]
-    step = runner._largest_step(128)
+    loaded.kernels.graph_bytes = graph_bytes  # type: ignore[method-assign]
+    step = CacheSizing(loaded).largest_step(128)
     device.run()
     assert step.graph_bytes(lambda: memory.in_use(device)) == 7
     caches = step._caches()[0]
-    step._drafter = cast(Any, SimpleNamespace(forward=lambda batch, _: runner._run_network(batch, caches)))
+    forward = loaded.forward
+    loaded.drafter = cast(
+        Any, SimpleNamespace(forward=lambda batch, _: forward(batch, caches), make_reader=lambda: None)
+    )
     assert step.graph_bytes(lambda: memory.in_use(device)) == 14
 
 
@@ -219,10 +224,10 @@ def test_the_estimate_of_a_cpus_largest_step_has_room_for_what_adapters_add(netw
     pytest.importorskip("octavo._cpu")
     buffers, estimates = [], []
     for values in ({}, {"enable_lora": True, "max_loras": 2}):
-        runner = small_runner(network, kernels="cpu", max_num_seqs=64, **values)
-        runner.make_cache([8], [0], 128)
-        buffers.append(cast(Any, runner._kernels)._arena.nbytes)
-        estimates.append(memory.activation_bytes(runner.config, runner.options))
+        loaded = small_model(network, kernels="cpu", max_num_seqs=64, **values)
+        ModelRunner(loaded, [8], [0], 128)
+        buffers.append(cast(Any, loaded.kernels).runner.arena.nbytes)
+        estimates.append(memory.activation_bytes(loaded.config, loaded.options))
     assert 0 < buffers[1] - buffers[0] <= estimates[1] - estimates[0]
     assert buffers[1] <= estimates[1]
 

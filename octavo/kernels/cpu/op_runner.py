@@ -1,0 +1,77 @@
+"""Operations of a step: run one by one, or recorded once and replayed for every step.
+
+Why recording: a decode step of a small model is some 300 kernels of a few dozen microseconds each, and a Python call
+costs a few. So the network's forward runs once with recording on: each kernel appends an operation with fixed buffers,
+large enough for any step, to a tape; after that a step is one call that runs the tape for the rows it has. This is
+similar to a captured CUDA graph, but one tape serves every number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.cpu.arena import Arena
+from octavo.kernels.cpu.compiled import cpu
+from octavo.kernels.cpu.recording import Recording, step_of
+from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
+
+
+class OpRunner:
+    """Runs or records operations, and makes the memory of their results; a backend and all its products share one."""
+
+    def __init__(self) -> None:
+        #: What operations are appended to; None: they run.
+        self.recording: Recording | None = None
+        self.arena = Arena()
+
+    def capture(self, forward: Forward, largest: BatchSize) -> Forward:
+        """Records ``forward`` for batches of at most this size, and returns a function that replays it.
+
+        A replay overwrites the output of the one before.
+
+        Raises:
+            UnrecordableError: ``forward`` calls a torch operation that is not a view.
+        """
+        self.recording = recording = Recording(self.arena, largest)
+        try:
+            output = recording.record(forward)
+        finally:
+            self.recording = None
+        return recording.replay(output, forward)
+
+    def run(self, op: Any, x: Tensor, **arrays: int) -> None:
+        """Runs an operation over the rows of x, or records it; ``arrays`` are addresses of the step's arrays."""
+        if self.recording is None:
+            op.run(cpu.Step(x.shape[0], **arrays))
+        else:
+            self.recording.append(op, x)
+
+    def run_step(self, op: Any, x: Tensor, batch: ForwardBatch) -> None:
+        """As ``run``, with all arrays of the batch."""
+        if self.recording is None:
+            op.run(step_of(batch))
+        else:
+            self.recording.append(op, x)
+
+    def new(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised memory for a result with the rows of ``like``."""
+        if self.recording is None:
+            return torch.empty(shape, dtype=dtype)
+        return self.recording.new(shape, dtype, self.recording.rows_of(like))
+
+    def new_delta(self, like: Tensor, columns: int) -> Tensor:
+        """Memory for what adapters add to a product, float32; products ignore it in steps without adapters.
+
+        Its rows are no multiple of 4 KiB apart, as those of a tile would then share lines of the cache.
+        """
+        out = self.new(like, (like.shape[0], -(-columns // 16) * 16 + 16), torch.float32)
+        if self.recording is not None:
+            self.recording.mark_delta(out)
+        return out[:, :columns]
+
+    def takes_delta(self, x: Tensor | None) -> bool:
+        """Whether x is such memory of a recording; from now on it is memory like other."""
+        return x is not None and self.recording is not None and self.recording.take_delta(x)

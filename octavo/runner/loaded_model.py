@@ -1,0 +1,213 @@
+"""What a worker has before there is a KV cache: its device, its kernels, and the network with its weights."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from octavo.core.config import EngineConfig
+from octavo.core.kv_spec import KVGroup, KVSpec, group_layers
+from octavo.core.logits_plugins import LogitsPlugins
+from octavo.core.model_config import ModelConfig
+from octavo.kernels.cache import LayerCache
+from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
+from octavo.kernels.interface import Kernels
+from octavo.kernels.timing import KernelClock
+from octavo.models.network import Network
+from octavo.models.sizes import outline, outline_network, weight_bytes
+from octavo.runner import memory
+from octavo.runner.adapters import LoraPreparer, reserved_bytes
+from octavo.runner.device import make_device
+from octavo.runner.drafter import DraftSource, WorkerDrafter
+from octavo.runner.grammars import GrammarPreparer
+from octavo.runner.kv_layers import KVLayers, find_groups
+from octavo.runner.memory import WorkerShare
+from octavo.runner.preparations import PreparerContext, WorkerPreparations, make_preparers
+from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
+from octavo.runner.ranks import Ranks
+from octavo.runner.setup import find_drafter, load_network, make_context, make_kernels
+from octavo.sampling.sampler import Sampler, TokenTable
+
+
+class LoadedModel:
+    """A rank's share of the model on its device, ready to compute. Owns the weights, the drafter's too."""
+
+    def __init__(
+        self,
+        options: EngineConfig,
+        config: ModelConfig,
+        folder: Path,
+        dtype: str,
+        share: WorkerShare | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Loads the weights.
+
+        ``share`` is what the worker may take of its machine, by default all; ``ranks`` its place among the workers, by
+        default alone.
+
+        Raises:
+            InsufficientMemoryError: the weights do not fit.
+            WeightError: a weight file is missing or wrong.
+        """
+        share = share or WorkerShare()
+        self.options, self.config, self._folder = options, config, folder
+        self.ranks = ranks or Ranks()
+        self.device = make_device(options, config, share)
+        torch_device, layout = self.device.torch_device, self.ranks.layout
+        drafts = find_drafter(options, config)
+        kv_specs = _kv_specs(options, config, dtype, drafts)
+        kernels = make_kernels(options, torch_device, kv_specs, layout)
+        if self.ranks.group is not None:
+            kernels.join(self.ranks.group)
+        threads = share.num_threads(options.num_threads)
+        kernels.set_threads(threads, options.pin_threads)
+        #: Those that compute the masks of grammars.
+        self._num_threads = threads or len(os.sched_getaffinity(0))
+        self.mode = nullcontext if kernels.computes_outside_torch else torch.inference_mode
+        self.clock = KernelClock(kernels)
+        # The clock forwards every call to the backend that it measures.
+        self.kernels = cast(Kernels, self.clock) if options.time_kernels else kernels
+        self.context = make_context(options, config, self.kernels, dtype, torch_device, layout)
+        # What the kernels do not have is refused before anything is read.
+        kernels.check_dtype(self.context.dtype)
+        for spec in kv_specs:
+            kernels.block_bytes(spec, options.block_size)
+        self._check_weights_fit(drafts)
+        #: Seconds of each part of the start.
+        self.startup_seconds: dict[str, float] = {}
+        with self.timed("reading and packing weights"):
+            self._network: Network | None = load_network(options, config, self.context, folder)
+        #: What proposes drafts with a network of its own.
+        self.drafter: WorkerDrafter | None = None
+        if drafts is not None:
+            with self.timed("drafter"):
+                self.drafter = drafts.load(self.context, self.network)
+        preparers = make_preparers(
+            PreparerContext(options, config, folder, self.context, self.network, layout.is_last_stage)
+        )
+        self.preparations = WorkerPreparations(preparers)
+        # What steps ask of them.
+        self.grammars = cast(GrammarPreparer, preparers["grammar"])
+        self.loras = cast(LoraPreparer | None, preparers.get("lora"))
+        self.prompt_adapters = cast(PromptAdapters | None, preparers.get("prompt_adapter"))
+        if options.enable_lora:
+            self.device.reserved = reserved_bytes(options, self.network, share.free_memory())
+        self.device.reserved += virtual_token_bytes(options, self.network, self.context)
+        if drafts is not None and torch_device.type == "cpu":
+            self.device.reserved += memory.activation_bytes(drafts.config, options)
+        draft_specs = [] if self.drafter is None else self.drafter.kv_specs
+        self.layers = KVLayers(self.kernels, self._kv_groups(), options.block_size, draft_specs)
+
+    def _check_weights_fit(self, drafts: DraftSource | None) -> None:
+        config, context, free = self.config, self.context, self.device.free_memory()
+        memory.check_weights_fit(config, context, free)
+        if drafts is not None:
+            loaded = weight_bytes(outline_network(config, context))
+            memory.check_weights_fit(drafts.config, drafts.context(context), free - loaded)
+
+    def _kv_groups(self) -> list[KVGroup]:
+        """Those of the network, the one that keeps most tokens first, as the block manager expects."""
+        layers = self.context.layers
+        if layers is None:
+            groups = group_layers(self.network.kv_specs)
+        else:
+            groups = group_layers(outline_network(self.config, replace(self.context, layers=None)).kv_specs, layers)
+        return sorted(groups, key=lambda group: -(group.spec.window or self.config.max_position))
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Counts the seconds of a part of the start."""
+        start = time.perf_counter()
+        yield
+        self.startup_seconds[part] = time.perf_counter() - start
+
+    # --- the weights ------------------------------------------------------------------------------------------------
+
+    @property
+    def network(self) -> Network:
+        """The network; there must be weights."""
+        assert self._network is not None, "the weights were dropped"
+        return self._network
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether they were not dropped."""
+        return self._network is not None
+
+    @property
+    def networks(self) -> list[Network]:
+        """With that of the drafter, if it has one."""
+        return [self.network] if self.drafter is None else [self.network, self.drafter.network]
+
+    def drop_weights(self) -> None:
+        """Frees the weights, until ``read_weights``."""
+        self.preparations.detach()
+        if self.drafter is not None:
+            del self.drafter.network
+        self._network = None
+
+    def read_weights(self, num_positions: int) -> None:
+        """Reads them again, for sequences of up to so many tokens.
+
+        Raises:
+            WeightError: the checkpoint cannot be read any more.
+        """
+        network = load_network(self.options, self.config, self.context, self._folder)
+        network.extend_positions(num_positions)
+        if self.drafter is not None:
+            self.drafter.load(network)
+        self.preparations.attach(network)
+        self._network = network
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def largest_batch(self, max_model_len: int) -> BatchSize:
+        """The largest batch that a step may have, with sequences of up to ``max_model_len`` tokens."""
+        options = self.options
+        tokens, sequences = options.token_budget, min(options.max_num_seqs, options.token_budget)
+        # Every token may be sampled at, where drafts are verified.
+        return BatchSize(tokens, sequences, tokens, max_model_len, options.block_size, len(self.layers.groups))
+
+    def make_sampler(self, tokens: TokenTable) -> Sampler:
+        """A sampler of rows with these tokens."""
+        vocab_size = self.config.vocab_size
+        backend = self.kernels.make_sampling_backend(vocab_size)
+        plugins = LogitsPlugins(self.options.logits_processors or ())
+        return Sampler(vocab_size, tokens, backend, self._num_threads, plugins)
+
+    def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> ForwardOutput:
+        """This stage's part of the network; hidden states come from the stage before and go to the one after."""
+        ranks, kernels, network = self.ranks, self.kernels, self.network
+        kernels.adapters.begin(batch)
+        if ranks.incoming is None:
+            residual = network.embed(batch.token_ids)
+        else:
+            residual = kernels.host_call(ranks.incoming.receive, kernels.token_rows(batch, self.config.hidden_size))
+        reader = None if self.drafter is None else self.drafter.make_reader()
+        hidden = network.forward_layers(residual, batch, caches, reader)
+        if ranks.outgoing is not None:
+            return ForwardOutput(kernels.host_call(ranks.outgoing.send, hidden))
+        logits = network.logits(kernels.take_sampled(hidden, batch))
+        return ForwardOutput(hidden, logits, None if reader is None else reader.features)
+
+
+def _kv_specs(options: EngineConfig, config: ModelConfig, dtype: str, drafts: DraftSource | None) -> set[KVSpec]:
+    """Of the whole network and the drafter's: kernels that serve some of its layers only are not chosen.
+
+    Raises:
+        ConfigError: the drafter's do not fit into the network's blocks.
+    """
+    kv_specs = set(outline(config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs)
+    if drafts is not None:
+        draft_specs = outline(drafts.config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs
+        find_groups(draft_specs, [spec.window for spec in kv_specs])
+        kv_specs |= set(draft_specs)
+    return kv_specs
