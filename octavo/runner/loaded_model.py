@@ -33,8 +33,7 @@ from octavo.runner.preparations import PreparerContext, WorkerPreparations, make
 from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
 from octavo.runner.ranks import Ranks
 from octavo.runner.setup import find_drafter, load_network, make_context, make_kernels
-from octavo.sampling.sampler import Sampler
-from octavo.sampling.token_table import TokenTable
+from octavo.sampling.sampler import Sampler, TokenTable
 
 
 class LoadedModel:
