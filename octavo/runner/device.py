@@ -17,7 +17,7 @@ from octavo.runner import memory
 from octavo.runner.cache_engine import CacheEngine, StreamedCacheEngine
 from octavo.runner.device_batch import PinnedSend, SampledTokens, send_nowhere, to_device
 from octavo.runner.memory import CacheSize, CudaMemory, WorkerShare
-from octavo.runner.pending import CudaTimers, StepTimer
+from octavo.runner.pending import CudaTimer, CudaTimers
 from octavo.runner.step_inputs import FlatInputs
 
 
@@ -80,7 +80,7 @@ class Device(ABC):
         """The inputs of a step on the device, valid until the step is done."""
 
     @abstractmethod
-    def start_timer(self) -> Callable[[], StepTimer | None]:
+    def start_timer(self) -> Callable[[], CudaTimer | None]:
         """Starts to time a step's work; the returned function is called when all of it is queued.
 
         It returns None if work is done when it is queued.
@@ -123,7 +123,7 @@ class HostDevice(Device):
             self._last = inputs, batch
         return batch
 
-    def start_timer(self) -> Callable[[], StepTimer | None]:
+    def start_timer(self) -> Callable[[], CudaTimer | None]:
         """See ``Device``: a step is computed while it is submitted."""
         return _no_timer
 
@@ -159,7 +159,7 @@ class CudaDevice(Device):
         """In one copy from pinned memory."""
         return to_device(inputs, pending, self._send)
 
-    def start_timer(self) -> Callable[[], StepTimer | None]:
+    def start_timer(self) -> Callable[[], CudaTimer | None]:
         """See ``Device``."""
         timer = self._timers.begin()
         return lambda: self._timers.end(timer)
