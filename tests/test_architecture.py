@@ -136,7 +136,6 @@ def test_the_scheduler_reads_no_clock_but_the_one_it_is_given(room: str) -> None
 CIRCLES = (
     "octavo.speculation.drafter",
     "octavo.kernels",
-    "octavo.sampling.grammar_mask",
     "octavo.server.chat_output",
     "octavo.lab.simulate.cluster.cluster",
 )
