@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from octavo.core.config import EngineConfig
-from octavo.core.kv_spec import KVGroup, KVSpec, group_layers
+from octavo.core.kv_spec import KVSpec, LayerGroup, group_layers
 from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.cache import LayerCache
@@ -113,7 +113,7 @@ class LoadedModel:
             loaded = weight_bytes(build_rank_without_weights(config, context))
             memory.check_weights_fit(drafts.config, drafts.context(context), free - loaded)
 
-    def _kv_groups(self) -> list[KVGroup]:
+    def _kv_groups(self) -> list[LayerGroup]:
         """Those of the network, the one that keeps most tokens first, as the block manager expects."""
         layers = self.context.layers
         if layers is None:
