@@ -69,6 +69,19 @@ class CacheKernels(ABC):
         """
 
 
+def check_pairs(pairs: Sequence[tuple[int, int]], sources: int, targets: int) -> None:
+    """Refuses to copy blocks (source, target) that caches of so many blocks do not have.
+
+    Raises:
+        IndexError: there is no such block.
+    """
+    for source, target in pairs:
+        if not (0 <= source < sources and 0 <= target < targets):
+            raise IndexError(
+                f"cannot copy block {source} of {sources} to block {target} of {targets}: index out of range"
+            )
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The type that ``KVSpec.dtype`` names."""
     dtype: torch.dtype = torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.kernels.cache import LayerCache
+from octavo.kernels.cache import LayerCache, check_pairs
 from octavo.kernels.cpu.compiled import DTYPES, address, cpu, strided
 from octavo.kernels.interface import AttentionSpec
 
@@ -130,7 +130,7 @@ def copy_blocks(caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
     if not pairs:
         return
     for size, group in _by_block_size(caches).items():
-        _check(pairs, len(group[0].key), len(group[0].key))
+        check_pairs(pairs, len(group[0].key), len(group[0].key))
         cpu.copy_blocks(_addresses(group), pairs, size)
 
 
@@ -140,7 +140,7 @@ def swap_blocks(sources: list[LayerCache], targets: list[LayerCache], pairs: lis
         return
     to = _by_block_size(targets)
     for size, group in _by_block_size(sources).items():
-        _check(pairs, len(group[0].key), len(to[size][0].key))
+        check_pairs(pairs, len(group[0].key), len(to[size][0].key))
         cpu.swap_blocks(_addresses(group), _addresses(to[size]), pairs, size)
 
 
@@ -155,12 +155,6 @@ def _by_block_size(caches: list[LayerCache]) -> dict[int, list[LayerCache]]:
 def _addresses(caches: list[LayerCache]) -> list[int]:
     both = ({cache.key.data_ptr(): None, cache.value.data_ptr(): None} for cache in caches)  # a latent cache has one
     return [address for addresses in both for address in addresses]
-
-
-def _check(pairs: list[tuple[int, int]], sources: int, targets: int) -> None:
-    for source, target in pairs:
-        if not (0 <= source < sources and 0 <= target < targets):
-            raise IndexError(f"cannot copy block {source} of {sources} to block {target} of {targets}")
 
 
 def _untouched_zeros(size: int) -> Tensor:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.kernels.cache import LayerCache
+from octavo.kernels.cache import LayerCache, check_pairs
 from octavo.kernels.pinned import host_copy, host_empty
 
 #: Types of caches without scales.
@@ -120,7 +120,7 @@ def copy_blocks(caches: Sequence[LayerCache], pairs: list[tuple[int, int]]) -> N
     if not pairs:
         return
     for pool in (pool.view(torch.int64) for pool in _pools(caches)):
-        _check_pairs(pairs, pool.shape[0], pool.shape[0])
+        check_pairs(pairs, pool.shape[0], pool.shape[0])
         moves = torch.tensor(pairs, dtype=torch.int64)
         moves = (host_copy(moves) if pool.is_cuda else moves).to(pool.device, non_blocking=True)
         if {source for source, _ in pairs} & {target for _, target in pairs}:
@@ -153,7 +153,7 @@ def swap_blocks(
     if not pairs:
         return
     for source, target in zip(_pools(sources), _pools(targets), strict=True):
-        _check_pairs(pairs, source.shape[0], target.shape[0])
+        check_pairs(pairs, source.shape[0], target.shape[0])
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
             for first, to, count in _runs(pairs):
                 target[to : to + count].copy_(source[first : first + count], non_blocking=True)
@@ -224,14 +224,6 @@ def _pools(caches: Sequence[LayerCache]) -> list[Tensor]:
         assert isinstance(cache, TritonLayerCache)
         pools[id(cache.pool)] = cache.pool
     return list(pools.values())
-
-
-def _check_pairs(pairs: list[tuple[int, int]], sources: int, targets: int) -> None:
-    for source, target in pairs:
-        if not (0 <= source < sources and 0 <= target < targets):
-            raise IndexError(
-                f"cannot copy block {source} of {sources} to block {target} of {targets}: index out of range"
-            )
 
 
 def _check_capability(device: torch.device, dtype: torch.dtype) -> None:

@@ -59,18 +59,6 @@ class TritonQuantizedLinear:
     #: int32, zero between products: number of finished pieces of each tile of the output.
     arrivals: Tensor
 
-    def dequantize(self) -> Tensor:
-        """The values, float32 [N, K]."""
-        if self.kind == "int4":
-            codes = torch.cat([(self.codes >> shift & 15) - 8 for shift in (0, 4, 8, 12)], dim=2)
-        else:
-            codes = self.codes.view(torch.int8).unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
-            codes = codes if self.kind == "int8" else codes.view(torch.float8_e4m3fn)
-        weight = codes.float().transpose(0, 1).flatten(1)
-        scales = self.scales.t()[:, :, None] if self.group else self.scales[:, None, None]
-        weight = (weight.view(weight.shape[0], scales.shape[1], -1) * scales).flatten(1)
-        return weight[: self.outputs, : self.inputs]
-
 
 def quantize(weight: Tensor, kind: str, bias: Tensor | None = None, group: int | None = None) -> TritonQuantizedLinear:
     """Quantises a floating-point weight [N, K] on its device.
