@@ -134,7 +134,6 @@ def test_the_scheduler_reads_no_clock_but_the_one_it_is_given(room: str) -> None
 
 #: A module of each circle that is still to be opened.
 CIRCLES = (
-    "octavo.core.config",
     "octavo.kernels.interface",
     "octavo.engine.tokenizer",
     "octavo.speculation.drafter",

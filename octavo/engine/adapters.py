@@ -292,7 +292,7 @@ def make_registry(options: EngineConfig, config: ModelConfig) -> AdapterRegistry
         return VirtualTokenSizes.of(config)
 
     def check(name: str, path: str) -> AdapterRef:
-        from octavo.loader.adapters.check import check_adapter
+        from octavo.loader.adapters.adapter_files import check_adapter
         from octavo.loader.adapters.prompt import check_prompt_adapter, is_prompt_adapter
 
         if is_prompt_adapter(path):

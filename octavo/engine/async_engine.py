@@ -141,7 +141,7 @@ class AsyncEngine:
         try:
             files = await asyncio.to_thread(find_model, config, partial(loop.call_soon_threadsafe, start))
             if config.enable_lora:  # what checks adapters, so that the first one holds up no request
-                await asyncio.to_thread(importlib.import_module, "octavo.loader.adapters.check")
+                await asyncio.to_thread(importlib.import_module, "octavo.loader.adapters.adapter_files")
             ready = await replicas.ready()
         except BaseException:
             await replicas.kill()

@@ -9,7 +9,7 @@ from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.core.model_config import ModelConfig
 from octavo.engine.tokenizer import NoTokenizer, Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 
 
 def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) -> None:

@@ -27,7 +27,7 @@ class StatLogger(Protocol):
 
 def make_stat_loggers(options: EngineConfig, loggers: Iterable[StatLogger] = ()) -> list[StatLogger]:
     """These loggers, and the status line that the options ask for."""
-    status = [] if options.log_stats_interval is None else [StatusLine(options.log_stats_interval)]
+    status = [StatusLine(options.log_stats_interval)] if options.log_stats_interval else []
     return [*loggers, *status]
 
 

@@ -25,7 +25,7 @@ from octavo.kernels.gguf_rows import GGUFRows, dequantize
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.loader.gguf_file import GGUFFile, GGUFTensor
 from octavo.loader.gguf_metadata import ROPE_TABLES
-from octavo.models.checkpoint import Entry, Pairs, Permute, Shapes, Transform, halve_pairs, is_transposed
+from octavo.models.checkpoint import CheckpointEntry, Pairs, Permute, Shapes, Transform, halve_pairs, is_transposed
 
 #: Names that the map does not know, of layers those of the first.
 _ALIASES = {
@@ -88,7 +88,7 @@ def tensors_by_source(arch: str, names: Sequence[str], held: Iterable[str]) -> d
     return sources
 
 
-def layouts(arch: str, config: ModelConfig) -> list[Entry]:
+def layouts(arch: str, config: ModelConfig) -> list[CheckpointEntry]:
     """What leads from the layout of files to that of checkpoints in transformers, under the network's names."""
     if arch == "llama":  # the rows of a head's two halves take turns
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
@@ -137,7 +137,7 @@ class GGUFCheckpoint:
     def read(
         self,
         names: Container[str],
-        checkpoint_map: Sequence[Entry],
+        checkpoint_map: Sequence[CheckpointEntry],
         dtype: torch.dtype | None,
         device: torch.device | str = "cpu",
     ) -> Generator[tuple[str, Tensor | QuantizedRows]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,33 +13,51 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.interface import AttentionSpec
-from octavo.kernels.triton.cache import QUANTIZED, TritonLayerCache
+from octavo.kernels.triton.cache import QUANTIZED, KeysAndValues, TritonLayerCache
 
 _LOG2_E = 1.4426950408889634
 _COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """A layer's keys and values, and the attention's constants."""
+class Form(NamedTuple):
+    """A compile-time argument of kernels: the attention's constants."""
 
-    kv_heads: int
     #: Query heads per KV head.
     group: int
+    kv_heads: int
+    head_dim: int
     #: The head size rounded up to a power of two, at least the smallest dimension of a product (16).
     dim: int
-    #: Whether products are computed in float32 rather than 16 bits.
-    wide: bool
-    #: Keys, values, their scales or None, and ALiBi's slopes [heads] or None.
-    pointers: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+    #: Tokens per block.
+    block_size: int
+    #: 0: none.
+    window: int
+    #: Whether slopes * (position of the key - position of the query) are added to the scores.
+    alibi: bool
+    #: Scores become cap * tanh(score / cap); 0: no cap.
+    cap: float
+    #: Whether the cache has scales.
+    quantized: bool
+    #: Triton's type of the products' operands.
+    compute: Any
+
+    @property
+    def wide(self) -> bool:
+        """Whether products are computed in float32 rather than 16 bits."""
+        return bool(self.compute == tl.float32)
+
+
+class Context(NamedTuple):
+    """What the attention kernels know of a layer."""
+
+    cache: KeysAndValues
+    #: ALiBi's slopes, float32 [heads], or None.
+    slopes: Tensor | None
     #: KV group of the layer: index of its block tables in the batch.
     kv_group: int
-    #: Elements between consecutive blocks, of keys and values, and of scales.
-    strides: tuple[int, int]
     #: Argument of ``attend``.
     scale: float
-    #: Compile-time constants of kernels.
-    constants: dict[str, Any]
+    form: Form
 
 
 def make_context(q: Tensor, cache: TritonLayerCache, spec: AttentionSpec) -> Context:
@@ -48,30 +66,24 @@ def make_context(q: Tensor, cache: TritonLayerCache, spec: AttentionSpec) -> Con
     quantized = cache.dtype in QUANTIZED
     # Neither of bfloat16 and float16 includes the other's values; both include those of a quantised cache.
     compute = q.dtype if quantized else torch.promote_types(q.dtype, cache.dtype)
-    group = q.shape[1] // kv_heads
-    dim = max(16, triton.next_power_of_2(head_dim))
-    slopes = None if spec.alibi_slopes is None else _on_device(spec.alibi_slopes, q.device)
-    return Context(
+    form = Form(
+        group=q.shape[1] // kv_heads,
         kv_heads=kv_heads,
-        group=group,
-        dim=dim,
-        wide=compute == torch.float32,
-        pointers=(cache.key, cache.value, cache.key_scale, cache.value_scale, slopes),
-        kv_group=cache.group,
-        strides=(cache.key.stride(0), 0 if cache.key_scale is None else cache.key_scale.stride(0)),
-        scale=spec.scale / spec.soft_cap if spec.soft_cap else spec.scale * _LOG2_E,
-        constants={
-            "GROUP": group,
-            "KV_HEADS": kv_heads,
-            "HEAD_DIM": head_dim,
-            "DIM": dim,
-            "BLOCK_SIZE": cache.block_size,
-            "WINDOW": spec.window or 0,
-            "ALIBI": slopes is not None,
-            "CAP": float(spec.soft_cap or 0),
-            "QUANTIZED": quantized,
-            "COMPUTE": _COMPUTE[compute],
-        },
+        head_dim=head_dim,
+        dim=max(16, triton.next_power_of_2(head_dim)),
+        block_size=cache.block_size,
+        window=spec.window or 0,
+        alibi=spec.alibi_slopes is not None,
+        cap=float(spec.soft_cap or 0),
+        quantized=quantized,
+        compute=_COMPUTE[compute],
+    )
+    return Context(
+        cache.argument,
+        None if spec.alibi_slopes is None else _on_device(spec.alibi_slopes, q.device),
+        cache.group,
+        spec.scale / spec.soft_cap if spec.soft_cap else spec.scale * _LOG2_E,
+        form,
     )
 
 
@@ -83,8 +95,8 @@ def _on_device(slopes: tuple[float, ...], device: torch.device) -> Tensor:
 
 def head_tiles(context: Context, rows: int) -> tuple[int, int]:
     """(query heads, all of one KV head, in a tile of ``rows`` rows; tiles per KV head)."""
-    heads = min(context.group, rows)
-    return heads, math.ceil(context.group / heads)
+    heads = min(context.form.group, rows)
+    return heads, math.ceil(context.form.group / heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +125,10 @@ class Tiling:
         return tiling
 
     def _bytes(self, context: Context) -> int:
-        size = context.pointers[0].element_size()
-        compute_size = 4 if context.wide else 2
+        size = context.cache.key.element_size()
+        compute_size = 4 if context.form.wide else 2
         tiles = max(1, self.stages - (self.rows < 64)) * size + (compute_size if size == 1 else 0)
-        return (self.rows * compute_size + 2 * self.keys * tiles) * context.dim + 4096
+        return (self.rows * compute_size + 2 * self.keys * tiles) * context.form.dim + 4096
 
 
 @functools.cache

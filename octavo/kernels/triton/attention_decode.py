@@ -35,15 +35,15 @@ def decode(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> Non
         batch: the step.
         context: of the layer.
     """
-    sequences = batch.num_decodes
+    sequences, form = batch.num_decodes, context.form
     tiling = _tiling(context).fitted(context, q.device)
     heads, head_chunks = head_tiles(context, tiling.rows)
-    columns = context.kv_heads * head_chunks
+    columns = form.kv_heads * head_chunks
     parts = count_parts(sequences * columns, batch.max_seq_len, tiling.keys, q.device)
-    total_heads = context.kv_heads * context.group
+    total_heads = form.kv_heads * form.group
     partial = sums = None
     if parts > 1:
-        partial = torch.empty(sequences, total_heads, parts, context.dim, dtype=torch.float32, device=q.device)
+        partial = torch.empty(sequences, total_heads, parts, form.dim, dtype=torch.float32, device=q.device)
         sums = torch.empty(sequences, total_heads, 2, parts, dtype=torch.float32, device=q.device)
     _decode_kernel[(parts, columns, sequences)](
         q,
@@ -53,12 +53,12 @@ def decode(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> Non
         batch.positions,
         batch.seq_lens,
         batch.block_tables[context.kv_group],
-        *context.pointers,
+        context.cache,
+        context.slopes,
         *q.stride()[:2],
         batch.block_tables.stride(1),
-        *context.strides,
         context.scale,
-        **context.constants,
+        FORM=form,
         HEADS=heads,
         ROWS=tiling.rows,
         TILE=tiling.keys,
@@ -73,8 +73,8 @@ def decode(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> Non
             sums,
             out,
             parts,
-            HEAD_DIM=context.constants["HEAD_DIM"],
-            DIM=context.dim,
+            HEAD_DIM=form.head_dim,
+            DIM=form.dim,
             CHUNK=_COMBINE_PARTS,
             num_warps=4,
             enable_fp_fusion=True,
@@ -83,12 +83,13 @@ def decode(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> Non
 
 def _tiling(context: Context) -> Tiling:
     """A tiling that fits three programs on a multiprocessor, each with one or two tiles in flight."""
-    rows = min(64, max(16, triton.next_power_of_2(context.group)))
-    if context.wide:
+    form = context.form
+    rows = min(64, max(16, triton.next_power_of_2(form.group)))
+    if form.wide:
         return Tiling(rows, 32, 4, 1)
     # Conversion of bytes is limited by instructions, not bandwidth: larger tiles have less overhead.
-    keys = 128 if context.constants["QUANTIZED"] else 64
-    return Tiling(rows, keys if context.dim <= 128 else keys // 2, 4, 3)
+    keys = 128 if form.quantized else 64
+    return Tiling(rows, keys if form.dim <= 128 else keys // 2, 4, 3)
 
 
 def count_parts(programs: int, max_seq_len: int, tile: int, device: torch.device) -> int:
@@ -106,27 +107,13 @@ def _decode_kernel(
     positions_ptr,
     seq_lens_ptr,
     tables_ptr,
-    key_ptr,
-    value_ptr,
-    key_scale_ptr,
-    value_scale_ptr,
+    cache,
     slopes_ptr,
     q_token_stride,
     q_head_stride,
     table_stride,
-    block_stride,
-    scale_block_stride,
     scale,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ALIBI: tl.constexpr,
-    CAP: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    FORM: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -135,49 +122,48 @@ def _decode_kernel(
     """Program (i, h, s): part i of sequence s's context, for ``HEADS`` query heads of one KV head."""
     part = tl.program_id(0)
     parts = tl.num_programs(0)
-    kv_head = tl.program_id(1) % KV_HEADS
+    kv_head = tl.program_id(1) % FORM.kv_heads
     sequence = tl.program_id(2).to(tl.int64)
     # Keys up to the query, which need not be the last token of the context; a padding row has none.
     length = tl.minimum(tl.load(seq_lens_ptr + sequence), tl.load(positions_ptr + sequence) + 1).to(tl.int32)
     rows = tl.arange(0, ROWS)
-    group_heads = tl.program_id(1) // KV_HEADS * HEADS + rows
-    heads = kv_head * GROUP + group_heads
-    in_group = (rows < HEADS) & (group_heads < GROUP)
-    dims = tl.arange(0, DIM)
-    inside = in_group[:, None] & (dims[None, :] < HEAD_DIM)
+    group_heads = tl.program_id(1) // FORM.kv_heads * HEADS + rows
+    heads = kv_head * FORM.group + group_heads
+    in_group = (rows < HEADS) & (group_heads < FORM.group)
+    dims = tl.arange(0, FORM.dim)
+    inside = in_group[:, None] & (dims[None, :] < FORM.head_dim)
     q_at = sequence * q_token_stride + heads[:, None] * q_head_stride + dims[None, :]
-    q = tl.load(q_ptr + q_at, mask=inside, other=0.0).to(COMPUTE)
+    q = tl.load(q_ptr + q_at, mask=inside, other=0.0).to(FORM.compute)
 
     slopes = tl.full([ROWS], 0.0, dtype=tl.float32)
-    if ALIBI:
+    if FORM.alibi:
         slopes = tl.load(slopes_ptr + heads, mask=in_group, other=0.0)
 
     first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0) // TILE
+    if FORM.window > 0:
+        first = tl.maximum(length - FORM.window, 0) // TILE
     share = ((length + TILE - 1) // TILE - first + parts - 1) // parts
     begin = (first + part * share) * TILE
     end = tl.minimum(begin + share * TILE, length)
 
     table_ptr = tables_ptr + sequence * table_stride
     positions = length - 1 + rows * 0
-    acc = tl.full([ROWS, DIM], 0.0, dtype=tl.float32)
+    acc = tl.full([ROWS, FORM.dim], 0.0, dtype=tl.float32)
     l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
     m = tl.full([ROWS], NOTHING, dtype=tl.float32)
     acc, l, m = attend(  # noqa: E741
-        acc, l, m, q, positions, begin, end, length, kv_head, table_ptr,
-        key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale, slopes,
-        ALIBI, CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
+        acc, l, m, q, positions, begin, end, length, kv_head, table_ptr, cache, scale, slopes,
+            FORM, True, TILE,
     )  # fmt: skip
     if SPLIT:
-        row = sequence * (KV_HEADS * GROUP) + heads
-        at = (row[:, None] * parts + part) * DIM + dims[None, :]
+        row = sequence * (FORM.kv_heads * FORM.group) + heads
+        at = (row[:, None] * parts + part) * FORM.dim + dims[None, :]
         tl.store(partial_ptr + at, acc, mask=(in_group & (l != 0.0))[:, None])
         tl.store(sums_ptr + row * 2 * parts + part, m, mask=in_group)
         tl.store(sums_ptr + (row * 2 + 1) * parts + part, l, mask=in_group)
     else:
         acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-        at = (sequence * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
+        at = (sequence * (FORM.kv_heads * FORM.group) + heads)[:, None] * FORM.head_dim + dims[None, :]
         tl.store(out_ptr + at, rounded(acc, out_ptr.dtype.element_ty), mask=inside)
 
 

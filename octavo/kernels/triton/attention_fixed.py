@@ -30,19 +30,19 @@ _MAX_BYTES = 64 << 20
 
 def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> None:
     """Attention of all sequences of the batch: q [T, H, D] to out [T, H, D], contiguous."""
-    sequences = batch.seq_lens.shape[0]
+    sequences, form = batch.seq_lens.shape[0], context.form
     tiling = _tiling(context).fitted(context, q.device)
     heads, head_chunks = head_tiles(context, tiling.rows)
     tokens = tiling.rows // heads
     tiles = count_tiles(q.shape[0], sequences, tokens)
-    columns = context.kv_heads * head_chunks
+    columns = form.kv_heads * head_chunks
     flat_rows, pieces = q.shape[0] * q.shape[1], -(-batch.max_seq_len // PIECE)
     parts = count_parts(tiles * columns, batch.max_seq_len, PIECE, q.device)
-    if flat_rows * pieces * context.dim * 4 > _MAX_BYTES:
+    if flat_rows * pieces * form.dim * 4 > _MAX_BYTES:
         parts = 1
     partial = sums = None
     if parts > 1:
-        partial = torch.empty(flat_rows, pieces, context.dim, dtype=torch.float32, device=q.device)
+        partial = torch.empty(flat_rows, pieces, form.dim, dtype=torch.float32, device=q.device)
         sums = torch.empty(flat_rows, pieces, 2, dtype=torch.float32, device=q.device)
     _pieces_kernel[(columns, tiles, parts)](
         q,
@@ -53,14 +53,14 @@ def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -
         batch.positions,
         batch.seq_lens,
         batch.block_tables[context.kv_group],
-        *context.pointers,
+        context.cache,
+        context.slopes,
         *q.stride()[:2],
         batch.block_tables.stride(1),
-        *context.strides,
         context.scale,
         sequences,
         pieces,
-        **context.constants,
+        FORM=form,
         PIECE_TOKENS=PIECE,
         HEADS=heads,
         TOKENS=tokens,
@@ -72,8 +72,7 @@ def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -
         enable_fp_fusion=False,
     )
     if parts > 1:
-        constants = context.constants
-        _merge_kernel[(q.shape[0], context.kv_heads)](
+        _merge_kernel[(q.shape[0], form.kv_heads)](
             partial,
             sums,
             out,
@@ -82,9 +81,9 @@ def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -
             batch.seq_lens,
             sequences,
             pieces,
-            **{name: constants[name] for name in ("GROUP", "KV_HEADS", "HEAD_DIM", "DIM", "WINDOW")},
+            FORM=form,
             PIECE_TOKENS=PIECE,
-            ROWS=triton.next_power_of_2(context.group),
+            ROWS=triton.next_power_of_2(form.group),
             num_warps=4,
             enable_fp_fusion=False,
         )
@@ -92,9 +91,10 @@ def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -
 
 def _tiling(context: Context) -> Tiling:
     """The tiling, which does not depend on the batch, as it determines the order of sums."""
-    if context.wide:
+    form = context.form
+    if form.wide:
         return Tiling(32, 32, 8, 1)
-    return Tiling(64, 32, 8, 2) if context.dim > 128 else Tiling(64, 64, 4, 3)
+    return Tiling(64, 32, 8, 2) if form.dim > 128 else Tiling(64, 64, 4, 3)
 
 
 @triton.jit(do_not_specialize=["table_stride", "sequences", "pieces"])
@@ -107,29 +107,15 @@ def _pieces_kernel(
     positions_ptr,
     seq_lens_ptr,
     tables_ptr,
-    key_ptr,
-    value_ptr,
-    key_scale_ptr,
-    value_scale_ptr,
+    cache,
     slopes_ptr,
     q_token_stride,
     q_head_stride,
     table_stride,
-    block_stride,
-    scale_block_stride,
     scale,
     sequences,
     pieces,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ALIBI: tl.constexpr,
-    CAP: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    FORM: tl.constexpr,
     PIECE_TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -144,20 +130,20 @@ def _pieces_kernel(
         return
     length = tl.load(seq_lens_ptr + sequence)
     first_query = position_of(positions_ptr, row, queries, length)
-    kv_head = tl.program_id(0) % KV_HEADS
+    kv_head, head_tile = tl.program_id(0) % FORM.kv_heads, tl.program_id(0) // FORM.kv_heads
     q, positions, flat, heads, valid = load_queries(
-        q_ptr, q_token_stride, q_head_stride, row, queries, local, first_query, kv_head, tl.program_id(0) // KV_HEADS,
-        GROUP, HEAD_DIM, DIM, COMPUTE, HEADS, TOKENS, ROWS,
+        q_ptr, q_token_stride, q_head_stride, row, queries, local, first_query, kv_head, head_tile,
+        FORM, HEADS, TOKENS, ROWS,
     )  # fmt: skip
     slopes = tl.full([ROWS], 0.0, dtype=tl.float32)
-    if ALIBI:
+    if FORM.alibi:
         slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0)
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
 
     oldest = first_query + local * TOKENS
     begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(oldest - WINDOW + 1, 0) // TILE * TILE
+    if FORM.window > 0:
+        begin = tl.maximum(oldest - FORM.window + 1, 0) // TILE * TILE
     end = tl.minimum(oldest + TOKENS, first_query + queries)
     first = begin // PIECE_TOKENS
     # An empty sequence has one piece, without keys.
@@ -166,33 +152,32 @@ def _pieces_kernel(
     first += tl.program_id(2) * share
     last = tl.minimum(first + share, begin // PIECE_TOKENS + count)
 
-    dims = tl.arange(0, DIM)
-    flat_row = flat * (KV_HEADS * GROUP) + heads
-    total_acc = tl.full([ROWS, DIM], 0.0, dtype=tl.float32)
+    dims = tl.arange(0, FORM.dim)
+    flat_row = flat * (FORM.kv_heads * FORM.group) + heads
+    total_acc = tl.full([ROWS, FORM.dim], 0.0, dtype=tl.float32)
     total_l = tl.full([ROWS], 0.0, dtype=tl.float32)
     total_m = tl.full([ROWS], NOTHING, dtype=tl.float32)
     for piece in range(first, last):
-        acc = tl.full([ROWS, DIM], 0.0, dtype=tl.float32)
+        acc = tl.full([ROWS, FORM.dim], 0.0, dtype=tl.float32)
         l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
         m = tl.full([ROWS], NOTHING, dtype=tl.float32)
         piece_begin = tl.maximum(piece * PIECE_TOKENS, begin)
         piece_end = tl.minimum((piece + 1) * PIECE_TOKENS, end)
         acc, l, m = attend(  # noqa: E741
-            acc, l, m, q, positions, piece_begin, piece_end, length, kv_head, table_ptr,
-            key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale, slopes,
-            ALIBI, CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
+            acc, l, m, q, positions, piece_begin, piece_end, length, kv_head, table_ptr, cache, scale, slopes,
+            FORM, True, TILE,
         )  # fmt: skip
         if SPLIT:
             at = flat_row * pieces + piece
-            tl.store(partial_ptr + at[:, None] * DIM + dims[None, :], acc, mask=valid[:, None])
+            tl.store(partial_ptr + at[:, None] * FORM.dim + dims[None, :], acc, mask=valid[:, None])
             tl.store(sums_ptr + 2 * at, l, mask=valid)
             tl.store(sums_ptr + 2 * at + 1, m, mask=valid)
         else:
             total_acc, total_l, total_m = merge(total_acc, total_l, total_m, acc, l, m)
     if not SPLIT:
         total_acc = total_acc / tl.where(total_l == 0.0, 1.0, total_l)[:, None]
-        inside = valid[:, None] & (dims[None, :] < HEAD_DIM)
-        at = flat_row[:, None] * HEAD_DIM + dims[None, :]
+        inside = valid[:, None] & (dims[None, :] < FORM.head_dim)
+        at = flat_row[:, None] * FORM.head_dim + dims[None, :]
         tl.store(out_ptr + at, rounded(total_acc, out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -206,11 +191,7 @@ def _merge_kernel(
     seq_lens_ptr,
     sequences,
     pieces,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    WINDOW: tl.constexpr,
+    FORM: tl.constexpr,
     PIECE_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -227,23 +208,23 @@ def _merge_kernel(
     left = tl.load(query_start_ptr + low + 1) - token
     position = position_of(positions_ptr, token, left, tl.load(seq_lens_ptr + low))
     rows = tl.arange(0, ROWS)
-    valid = rows < GROUP
-    dims = tl.arange(0, DIM)
-    flat_row = token.to(tl.int64) * (KV_HEADS * GROUP) + tl.program_id(1) * GROUP + rows
+    valid = rows < FORM.group
+    dims = tl.arange(0, FORM.dim)
+    flat_row = token.to(tl.int64) * (FORM.kv_heads * FORM.group) + tl.program_id(1) * FORM.group + rows
     first = 0
-    if WINDOW > 0:
-        first = tl.maximum(position - WINDOW + 1, 0) // PIECE_TOKENS
+    if FORM.window > 0:
+        first = tl.maximum(position - FORM.window + 1, 0) // PIECE_TOKENS
     last = tl.maximum(position // PIECE_TOKENS, 0) + 1
-    total_acc = tl.full([ROWS, DIM], 0.0, dtype=tl.float32)
+    total_acc = tl.full([ROWS, FORM.dim], 0.0, dtype=tl.float32)
     total_l = tl.full([ROWS], 0.0, dtype=tl.float32)
     total_m = tl.full([ROWS], NOTHING, dtype=tl.float32)
     for piece in range(first, last):
         at = flat_row * pieces + piece
-        acc = tl.load(partial_ptr + at[:, None] * DIM + dims[None, :], mask=valid[:, None], other=0.0)
+        acc = tl.load(partial_ptr + at[:, None] * FORM.dim + dims[None, :], mask=valid[:, None], other=0.0)
         l = tl.load(sums_ptr + 2 * at, mask=valid, other=0.0)  # noqa: E741
         m = tl.load(sums_ptr + 2 * at + 1, mask=valid, other=NOTHING)
         total_acc, total_l, total_m = merge(total_acc, total_l, total_m, acc, l, m)
     total_acc = total_acc / tl.where(total_l == 0.0, 1.0, total_l)[:, None]
-    inside = valid[:, None] & (dims[None, :] < HEAD_DIM)
-    at = flat_row[:, None] * HEAD_DIM + dims[None, :]
+    inside = valid[:, None] & (dims[None, :] < FORM.head_dim)
+    at = flat_row[:, None] * FORM.head_dim + dims[None, :]
     tl.store(out_ptr + at, rounded(total_acc, out_ptr.dtype.element_ty), mask=inside)

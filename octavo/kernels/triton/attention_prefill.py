@@ -22,26 +22,26 @@ def prefill(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> No
         batch: the step.
         context: of the layer.
     """
-    first, sequences = batch.num_decodes, batch.seq_lens.shape[0]
+    first, sequences, form = batch.num_decodes, batch.seq_lens.shape[0], context.form
     tiling = _tiling(context).fitted(context, q.device)
     heads, head_chunks = head_tiles(context, tiling.rows)
     tokens = tiling.rows // heads
     tiles = count_tiles(q.shape[0] - first, sequences - first, tokens)
-    _prefill_kernel[(context.kv_heads * head_chunks, tiles)](
+    _prefill_kernel[(form.kv_heads * head_chunks, tiles)](
         q,
         out,
         batch.query_start_loc,
         batch.positions,
         batch.seq_lens,
         batch.block_tables[context.kv_group],
-        *context.pointers,
+        context.cache,
+        context.slopes,
         *q.stride()[:2],
         batch.block_tables.stride(1),
-        *context.strides,
         context.scale,
         first,
         sequences,
-        **context.constants,
+        FORM=form,
         HEADS=heads,
         TOKENS=tokens,
         ROWS=tiling.rows,
@@ -54,13 +54,14 @@ def prefill(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> No
 
 def _tiling(context: Context) -> Tiling:
     """The tiling with the highest utilisation of Hopper's matrix units that does not spill registers."""
-    if context.wide:
+    form = context.form
+    if form.wide:
         return Tiling(32, 32, 8, 1)
-    if context.dim > 128:
+    if form.dim > 128:
         return Tiling(128, 32, 8, 2)
-    if context.constants["QUANTIZED"] or context.constants["ALIBI"]:
+    if form.quantized or form.alibi:
         return Tiling(128, 64, 8, 3)
-    return Tiling(128, 128, 8, 3 if context.dim <= 64 else 2)
+    return Tiling(128, 128, 8, 3 if form.dim <= 64 else 2)
 
 
 @triton.jit(do_not_specialize=["table_stride", "first", "sequences"])
@@ -71,29 +72,15 @@ def _prefill_kernel(
     positions_ptr,
     seq_lens_ptr,
     tables_ptr,
-    key_ptr,
-    value_ptr,
-    key_scale_ptr,
-    value_scale_ptr,
+    cache,
     slopes_ptr,
     q_token_stride,
     q_head_stride,
     table_stride,
-    block_stride,
-    scale_block_stride,
     scale,
     first,
     sequences,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ALIBI: tl.constexpr,
-    CAP: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    FORM: tl.constexpr,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -109,37 +96,35 @@ def _prefill_kernel(
         return
     length = tl.load(seq_lens_ptr + sequence)
     first_query = position_of(positions_ptr, row, queries, length)
-    kv_head = tl.program_id(0) % KV_HEADS
+    kv_head, head_tile = tl.program_id(0) % FORM.kv_heads, tl.program_id(0) // FORM.kv_heads
     q, positions, flat, heads, valid = load_queries(
-        q_ptr, q_token_stride, q_head_stride, row, queries, local, first_query, kv_head, tl.program_id(0) // KV_HEADS,
-        GROUP, HEAD_DIM, DIM, COMPUTE, HEADS, TOKENS, ROWS,
+        q_ptr, q_token_stride, q_head_stride, row, queries, local, first_query, kv_head, head_tile,
+        FORM, HEADS, TOKENS, ROWS,
     )  # fmt: skip
     slopes = tl.full([ROWS], 0.0, dtype=tl.float32)
-    if ALIBI:
+    if FORM.alibi:
         slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0)
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
-    acc = tl.full([ROWS, DIM], 0.0, dtype=tl.float32)
+    acc = tl.full([ROWS, FORM.dim], 0.0, dtype=tl.float32)
     l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
     m = tl.full([ROWS], NOTHING, dtype=tl.float32)
     oldest = first_query + local * TOKENS
     end = tl.minimum(oldest + TOKENS, first_query + queries)
-    if WINDOW > 0:
-        masked_from = tl.maximum(oldest - WINDOW + 1, 0) // TILE * TILE
+    if FORM.window > 0:
+        masked_from = tl.maximum(oldest - FORM.window + 1, 0) // TILE * TILE
     else:
         # Keys that all rows attend to; the remaining one or two tiles are on the diagonal and masked.
         masked_from = (oldest + 1) // TILE * TILE
         acc, l, m = attend(  # noqa: E741
-            acc, l, m, q, positions, 0, masked_from, length, kv_head, table_ptr,
-            key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale, slopes,
-            ALIBI, CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, False, QUANTIZED, TILE, DIM,
+            acc, l, m, q, positions, 0, masked_from, length, kv_head, table_ptr, cache, scale, slopes,
+            FORM, False, TILE,
         )  # fmt: skip
     acc, l, m = attend(  # noqa: E741
-        acc, l, m, q, positions, masked_from, end, length, kv_head, table_ptr,
-        key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_stride, scale_block_stride, scale, slopes,
-        ALIBI, CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, True, QUANTIZED, TILE, DIM,
+        acc, l, m, q, positions, masked_from, end, length, kv_head, table_ptr, cache, scale, slopes,
+            FORM, True, TILE,
     )  # fmt: skip
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-    dims = tl.arange(0, DIM)
-    inside = valid[:, None] & (dims[None, :] < HEAD_DIM)
-    at = flat[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
+    dims = tl.arange(0, FORM.dim)
+    inside = valid[:, None] & (dims[None, :] < FORM.head_dim)
+    at = flat[:, None] * (FORM.kv_heads * FORM.group * FORM.head_dim) + heads[:, None] * FORM.head_dim + dims[None, :]
     tl.store(out_ptr + at, rounded(acc, out_ptr.dtype.element_ty), mask=inside)

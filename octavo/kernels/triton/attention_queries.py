@@ -50,10 +50,7 @@ def load_queries(
     first,
     kv_head,
     head_tile,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    FORM: tl.constexpr,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -61,7 +58,7 @@ def load_queries(
     """The rows of a tile: ``TOKENS`` tokens with ``HEADS`` query heads of a KV head each.
 
     Args:
-        q_ptr: [T, heads, HEAD_DIM]
+        q_ptr: [T, heads, head_dim]
         token_stride: elements between consecutive tokens; ``head_stride`` likewise.
         head_stride: see above.
         row: the sequence's first token in q; ``queries`` follow each other from there.
@@ -69,26 +66,23 @@ def load_queries(
         local: number of the tile in the sequence.
         first: position of the sequence's first query.
         kv_head: the KV head.
-        head_tile: number of the tile of ``HEADS`` heads among the KV head's ``GROUP``.
-        GROUP: query heads per KV head.
-        HEAD_DIM: head size.
-        DIM: ``HEAD_DIM`` rounded up to a power of two.
-        COMPUTE: type of the result.
+        head_tile: number of the tile of ``HEADS`` heads among the KV head's ``FORM.group``.
+        FORM: see ``attention_args``.
         HEADS: see above.
         TOKENS: see above.
         ROWS: ``TOKENS * HEADS`` rounded up to a power of two.
 
     Returns:
-        q [ROWS, DIM] of type ``COMPUTE``, 0 in unused elements; and for each row its position in the context, its token
-        in q (int64), its query head, and whether the row is used.
+        q [ROWS, ``FORM.dim``] of type ``FORM.compute``, 0 in unused elements; and for each row its position in the
+        context, its token in q (int64), its query head, and whether the row is used.
     """
     rows = tl.arange(0, ROWS)
     tokens = local * TOKENS + rows // HEADS
     group_heads = head_tile * HEADS + rows % HEADS
-    valid = (tokens < queries) & (rows < TOKENS * HEADS) & (group_heads < GROUP)
+    valid = (tokens < queries) & (rows < TOKENS * HEADS) & (group_heads < FORM.group)
     flat = (row + tokens).to(tl.int64)
-    heads = kv_head * GROUP + group_heads
-    dims = tl.arange(0, DIM)
+    heads = kv_head * FORM.group + group_heads
+    dims = tl.arange(0, FORM.dim)
     at = flat[:, None] * token_stride + heads[:, None] * head_stride + dims[None, :]
-    q = tl.load(q_ptr + at, mask=valid[:, None] & (dims[None, :] < HEAD_DIM), other=0.0).to(COMPUTE)
+    q = tl.load(q_ptr + at, mask=valid[:, None] & (dims[None, :] < FORM.head_dim), other=0.0).to(FORM.compute)
     return q, first + tokens, flat, heads, valid

@@ -47,70 +47,47 @@ def attend(
     length,
     kv_head,
     table_ptr,
-    key_ptr,
-    value_ptr,
-    key_scale_ptr,
-    value_scale_ptr,
-    block_stride,
-    scale_block_stride,
+    cache,
     scale,
     slopes,
-    ALIBI: tl.constexpr,
-    CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    FORM: tl.constexpr,
     MASKED: tl.constexpr,
-    QUANTIZED: tl.constexpr,
     TILE: tl.constexpr,
-    DIM: tl.constexpr,
 ):
     """The state after the keys at positions ``begin .. end - 1``, tile by tile.
 
     Args:
-        acc: float32 [rows, DIM]
+        acc: float32 [rows, dim]
         l: float32 [rows]
         m: float32 [rows]
-        q: [rows, DIM] of the compute type, 0 past ``HEAD_DIM``.
-        positions: int32 [rows]: a row attends to keys up to its position, with a window to the last ``WINDOW`` of them.
+        q: [rows, dim] of the compute type, 0 past ``head_dim``.
+        positions: int32 [rows]: a row attends to keys up to its position, with a window to the last ``window`` of them.
         begin: first position of the first tile, a multiple of ``TILE``.
         end: position past the last key; a partial last tile is computed as a whole.
         length: tokens in the context; the cache past them is ignored, whatever it contains.
         kv_head: the KV head.
         table_ptr: the sequence's block table.
-        key_ptr: block 0 of the keys; ``value_ptr`` and the scales likewise.
-        value_ptr: see above.
-        key_scale_ptr: float32 [KV heads, BLOCK_SIZE] per block, if ``QUANTIZED``.
-        value_scale_ptr: see above.
-        block_stride: elements between consecutive blocks; ``scale_block_stride`` likewise.
-        scale_block_stride: see above.
-        scale: of scores, times log2 e or, with ``CAP``, divided by the cap.
-        slopes: float32 [rows]: with ``ALIBI``, slope * (position of the key - position of the query) * log2 e is added.
-        ALIBI: see above.
-        CAP: scores become cap * tanh(score / cap); 0: no cap.
-        WINDOW: 0: none.
-        BLOCK_SIZE: tokens per block.
-        HEAD_DIM: head size.
+        cache: ``KeysAndValues`` of ``triton.cache``.
+        scale: of scores, times log2 e or, with a cap, divided by the cap.
+        slopes: float32 [rows]: with ``alibi``, slope * (position of the key - position of the query) * log2 e is added.
+        FORM: see ``attention_args``.
         MASKED: whether keys must be masked for some rows.
-        QUANTIZED: the cache has scales.
         TILE: keys, a power of two.
-        DIM: ``HEAD_DIM`` rounded up to a power of two.
     """
-    key_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
-    value_ptr += kv_head * BLOCK_SIZE * HEAD_DIM
-    if QUANTIZED:
-        key_scale_ptr += kv_head * BLOCK_SIZE
-        value_scale_ptr += kv_head * BLOCK_SIZE
+    head = kv_head * FORM.block_size * FORM.head_dim
+    ptrs = (cache.key + head, cache.value + head)
+    scale_ptrs = (cache.key_scale, cache.value_scale)
+    if FORM.quantized:
+        scale_ptrs = (cache.key_scale + kv_head * FORM.block_size, cache.value_scale + kv_head * FORM.block_size)
+    strides = (cache.block_stride, cache.scale_stride)
     # Block ids are loaded an iteration ahead: the addresses of keys and values are then known, and as many of these
     # loads are in flight as there are stages.
-    block = _blocks_of(table_ptr, begin, length, BLOCK_SIZE, TILE)
+    block = _blocks_of(table_ptr, begin, length, FORM.block_size, TILE)
     for start in range(begin, end, TILE):
-        following = _blocks_of(table_ptr, start + TILE, length, BLOCK_SIZE, TILE)
+        following = _blocks_of(table_ptr, start + TILE, length, FORM.block_size, TILE)
         acc, l, m = _attend_to_tile(  # noqa: E741
-            acc, l, m, q, positions, start, length, block, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
-            block_stride, scale_block_stride, scale, slopes,
-            ALIBI, CAP, WINDOW, BLOCK_SIZE, HEAD_DIM, MASKED, QUANTIZED, TILE, DIM,
-        )  # fmt: skip
+            acc, l, m, q, positions, start, length, block, ptrs, scale_ptrs, strides, scale, slopes, FORM, MASKED, TILE
+        )
         block = following
     return acc, l, m
 
@@ -135,51 +112,45 @@ def _attend_to_tile(
     start,
     length,
     block,
-    key_ptr,
-    value_ptr,
-    key_scale_ptr,
-    value_scale_ptr,
-    block_stride,
-    scale_block_stride,
+    ptrs,
+    scale_ptrs,
+    strides,
     scale,
     slopes,
-    ALIBI: tl.constexpr,
-    CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    FORM: tl.constexpr,
     MASKED: tl.constexpr,
-    QUANTIZED: tl.constexpr,
     TILE: tl.constexpr,
-    DIM: tl.constexpr,
 ):
-    """``attend`` for the ``TILE`` keys from ``start`` on, in the blocks of ``_blocks_of``."""
-    keys = start + tl.arange(0, TILE)
-    dims = tl.arange(0, DIM)
-    offsets = keys % BLOCK_SIZE
-    block = block.to(tl.int64)
-    at = block * block_stride + offsets * HEAD_DIM
+    """``attend`` for the ``TILE`` keys from ``start`` on, in the blocks of ``_blocks_of``.
 
-    if HEAD_DIM == DIM:
-        k = tl.load(key_ptr + at[:, None] + dims[None, :])
+    Pointers to the KV head's part of block 0, those to scales, and strides are of keys and of values.
+    """
+    keys = start + tl.arange(0, TILE)
+    dims = tl.arange(0, FORM.dim)
+    offsets = keys % FORM.block_size
+    block = block.to(tl.int64)
+    at = block * strides[0] + offsets * FORM.head_dim
+
+    if FORM.head_dim == FORM.dim:
+        k = tl.load(ptrs[0] + at[:, None] + dims[None, :])
     else:
-        k = tl.load(key_ptr + at[:, None] + dims[None, :], mask=dims[None, :] < HEAD_DIM, other=0.0)
+        k = tl.load(ptrs[0] + at[:, None] + dims[None, :], mask=dims[None, :] < FORM.head_dim, other=0.0)
     scores = dot(q, tl.trans(_widened(k, q.dtype)), tl.full([q.shape[0], TILE], 0.0, dtype=tl.float32))
-    if QUANTIZED:
-        scale_at = block * scale_block_stride + offsets
-        scores *= tl.load(key_scale_ptr + scale_at)[None, :]
-    if CAP > 0:
+    if FORM.quantized:
+        scale_at = block * strides[1] + offsets
+        scores *= tl.load(scale_ptrs[0] + scale_at)[None, :]
+    if FORM.cap > 0:
         # tanh(x) = 1 - 2 / (e^2x + 1); the factor of the result is part of the exponential.
         scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.8853900817779268)) + 1.0)
-        scale = CAP * 1.4426950408889634
-    if ALIBI:
+        scale = FORM.cap * 1.4426950408889634
+    if FORM.alibi:
         distance = (keys[None, :] - positions[:, None]).to(tl.float32)
         scores = scores * scale + slopes[:, None] * distance * 1.4426950408889634
         scale = 1.0
     if MASKED:
         seen = keys[None, :] <= positions[:, None]
-        if WINDOW > 0:
-            seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
+        if FORM.window > 0:
+            seen = seen & (keys[None, :] > positions[:, None] - FORM.window)
         scores = tl.where(seen, scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1) * scale)
     p = tl.exp2(scores * scale - new_m[:, None])
@@ -189,17 +160,17 @@ def _attend_to_tile(
 
     # Values past the context are those of other sequences, possibly NaN, and 0 * NaN is NaN.
     if MASKED:
-        inside = (keys[:, None] < length) & (dims[None, :] < HEAD_DIM)
-        v = tl.load(value_ptr + at[:, None] + dims[None, :], mask=inside, other=0.0)
-    elif HEAD_DIM == DIM:
-        v = tl.load(value_ptr + at[:, None] + dims[None, :])
+        inside = (keys[:, None] < length) & (dims[None, :] < FORM.head_dim)
+        v = tl.load(ptrs[1] + at[:, None] + dims[None, :], mask=inside, other=0.0)
+    elif FORM.head_dim == FORM.dim:
+        v = tl.load(ptrs[1] + at[:, None] + dims[None, :])
     else:
-        v = tl.load(value_ptr + at[:, None] + dims[None, :], mask=dims[None, :] < HEAD_DIM, other=0.0)
-    if QUANTIZED:
+        v = tl.load(ptrs[1] + at[:, None] + dims[None, :], mask=dims[None, :] < FORM.head_dim, other=0.0)
+    if FORM.quantized:
         if MASKED:
-            p *= tl.load(value_scale_ptr + scale_at, mask=keys < length, other=0.0)[None, :]
+            p *= tl.load(scale_ptrs[1] + scale_at, mask=keys < length, other=0.0)[None, :]
         else:
-            p *= tl.load(value_scale_ptr + scale_at)[None, :]
+            p *= tl.load(scale_ptrs[1] + scale_at)[None, :]
     acc = dot(rounded(p, q.dtype), _widened(v, q.dtype), acc)
     return acc, l, new_m
 

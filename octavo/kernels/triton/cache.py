@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,19 @@ _VECTOR = 16
 _COPY_WORDS = 2048
 
 
+class KeysAndValues(NamedTuple):
+    """An argument of kernels: a layer's cache."""
+
+    key: Tensor
+    value: Tensor
+    #: float32 [blocks, KV heads, block size]; None of a cache without scales.
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+    #: Elements between consecutive blocks, of keys and values, and of scales.
+    block_stride: int
+    scale_stride: int
+
+
 @dataclass(slots=True)
 class TritonLayerCache(LayerCache):
     """``key`` and ``value`` are strided views [blocks, kv_heads, block_size, head_dim] of the pool."""
@@ -45,6 +59,12 @@ class TritonLayerCache(LayerCache):
     pool: Tensor
     dtype: torch.dtype
     block_size: int
+
+    @property
+    def argument(self) -> KeysAndValues:
+        """The cache, as kernels take it."""
+        scale_stride = 0 if self.key_scale is None else self.key_scale.stride(0)
+        return KeysAndValues(self.key, self.value, self.key_scale, self.value_scale, self.key.stride(0), scale_stride)
 
 
 def block_bytes(block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

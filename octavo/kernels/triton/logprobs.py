@@ -173,7 +173,7 @@ def logprobs_kernel(
             one, none = tl.full((COLUMNS,), 1.0, tl.float32), tl.zeros((COLUMNS,), tl.float32)
             reach = reach_of_columns(bits, one, none, k, 1.0, DIGIT)
             count = list_columns(list_ptr, column, columns, bits, reach, k)
-            _token, _distance, keys = listed_tokens(row_ptr, vocab, top, list_ptr, count, 0, TILE)
+            _token, _distance, keys = listed_tokens((row_ptr, vocab, top, list_ptr, count), 0, TILE)
             for i in range(k):
                 first = tl.min(keys, axis=0)
                 away = (first >> 32).to(tl.int32).to(tl.float32, bitcast=True)

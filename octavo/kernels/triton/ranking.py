@@ -113,8 +113,12 @@ def list_columns(list_ptr, column, columns, bits, reach, most):
 
 
 @triton.jit
-def listed_tokens(row_ptr, vocab, top, list_ptr, count, tile, TILE: tl.constexpr):
-    """(ids, distances, keys) of a tile of the listed columns' tokens; past the end the key is ``LAST_KEY``."""
+def listed_tokens(listed, tile, TILE: tl.constexpr):
+    """(ids, distances, keys) of a tile of the listed columns' tokens; past the end the key is ``LAST_KEY``.
+
+    ``listed``: pointer to the row's logits, their number, the row's maximum, pointer to the list, and its length.
+    """
+    row_ptr, vocab, top, list_ptr, count = listed
     element = tile * TILE + tl.arange(0, TILE)
     place = element // COLUMN
     column = tl.load(list_ptr + place, place < count, other=0)
@@ -131,50 +135,21 @@ def key_of(distance, token):
 
 
 @triton.jit
-def end_of_prefix(
-    row_ptr,
-    vocab,
-    top,
-    list_ptr,
-    count,
-    last,
-    target,
-    temperature,
-    WEIGHTED: tl.constexpr,
-    DIGIT: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def end_of_prefix(listed, last, target, temperature, WEIGHTED: tl.constexpr, DIGIT: tl.constexpr, TILE: tl.constexpr):
     """Key of the last token of the shortest prefix with the target weight; greater than all keys if there is none.
 
     The weight of a token is 1, or, if WEIGHTED, its tempered probability; 0 after ``last``. The listed columns must
     include the prefix.
     """
     key = tl.full((), 0, tl.int64)
-    key = _refine(
-        row_ptr, vocab, top, list_ptr, count, last, target, temperature, key, 63, 32 // DIGIT, WEIGHTED, DIGIT, TILE
-    )
+    key = _refine(listed, last, target, temperature, key, 63, 32 // DIGIT, WEIGHTED, DIGIT, TILE)
     ties = 0
-    for tile in range(tl.cdiv(count * COLUMN, TILE)):
-        _token, _distance, keys = listed_tokens(row_ptr, vocab, top, list_ptr, count, tile, TILE)
+    for tile in range(tl.cdiv(listed[4] * COLUMN, TILE)):
+        _token, _distance, keys = listed_tokens(listed, tile, TILE)
         ties += tl.sum(((keys >> 32) == (key >> 32)).to(tl.int32), axis=0)
     if ties > 1:
         steps: tl.constexpr = (_ID_BITS + DIGIT - 1) // DIGIT
-        key = _refine(
-            row_ptr,
-            vocab,
-            top,
-            list_ptr,
-            count,
-            last,
-            target,
-            temperature,
-            key,
-            steps * DIGIT,
-            steps,
-            WEIGHTED,
-            DIGIT,
-            TILE,
-        )
+        key = _refine(listed, last, target, temperature, key, steps * DIGIT, steps, WEIGHTED, DIGIT, TILE)
     else:
         key = key | _LOW_BITS
     return key
@@ -182,11 +157,7 @@ def end_of_prefix(
 
 @triton.jit
 def _refine(
-    row_ptr,
-    vocab,
-    top,
-    list_ptr,
-    count,
+    listed,
     last,
     target,
     temperature,
@@ -203,8 +174,8 @@ def _refine(
         shift = SHIFT - DIGIT * (step + 1)
         trial = key + (digits << shift)
         held = tl.zeros((1 << DIGIT, TILE), tl.float64)
-        for tile in tl.range(0, tl.cdiv(count * COLUMN, TILE), loop_unroll_factor=2):  # loads of two at once
-            _token, distance, keys = listed_tokens(row_ptr, vocab, top, list_ptr, count, tile, TILE)
+        for tile in tl.range(0, tl.cdiv(listed[4] * COLUMN, TILE), loop_unroll_factor=2):  # loads of two at once
+            _token, distance, keys = listed_tokens(listed, tile, TILE)
             if WEIGHTED:
                 weight = tl.where(keys <= last, weights(distance, temperature), 0.0).to(tl.float64)
             else:

@@ -7,6 +7,8 @@ without fused multiply-add, so the bits are those of the plain formulas on every
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,18 @@ from octavo.kernels.triton.rounding import rounded
 
 #: Approximate number of query elements that a program rotates: 16 per thread, which fit into its registers.
 _PROGRAM_ELEMENTS = 2048
+
+
+class Queries(NamedTuple):
+    """An argument of the kernel: what is rotated, and how."""
+
+    q: Tensor
+    out: Tensor
+    positions: Tensor
+    cos_sin: Tensor
+    token_stride: int
+    head_stride: int
+    cos_sin_stride: int
 
 
 def rotary_and_cache(
@@ -37,39 +51,40 @@ def rotary_and_cache(
     Returns:
         q rotated: [T, H, D], contiguous.
     """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    queries = Queries(q, out, positions, cos_sin, q.stride(0), q.stride(1), cos_sin.stride(0))
+    _launch(queries, k, v, cache, slots, q.shape[1] // k.shape[1], cos_sin.shape[1])
+    return out
+
+
+def reshape_and_cache(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    """Writes k and v [T, K, D], which may be strided views, to their slots; negative slots are skipped."""
+    _launch(None, k, v, cache, slots, 1, 0)
+
+
+def _launch(
+    queries: Queries | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, group: int, rotated: int
+) -> None:
     assert isinstance(cache, TritonLayerCache)
-    tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-    out = torch.empty(tokens, heads, head_dim, dtype=q.dtype, device=q.device)
+    tokens, kv_heads, head_dim = k.shape
     if not tokens:
-        return out
+        return
     dim = triton.next_power_of_2(head_dim)
     kv_tile = min(triton.next_power_of_2(kv_heads), max(1, _PROGRAM_ELEMENTS // (group * dim)))
     kv_tile = 1 << (kv_tile.bit_length() - 1)
     tile = triton.next_power_of_2(kv_tile * group)
     _rotary_and_cache_kernel[(tokens, triton.cdiv(kv_heads, kv_tile))](
-        q,
+        queries,
         k,
         v,
-        out,
-        positions,
-        cos_sin,
         slots,
-        cache.key,
-        cache.value,
-        cache.key_scale,
-        cache.value_scale,
-        *q.stride()[:2],
+        cache.argument,
         *k.stride()[:2],
         *v.stride()[:2],
-        cos_sin.stride(0),
-        cache.key.stride(0),
-        _scale_stride(cache),
         GROUP=group,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        ROTATED=cos_sin.shape[1],
+        ROTATED=rotated,
         BLOCK_SIZE=cache.block_size,
         LARGEST=QUANTIZED.get(cache.dtype, 0.0),
         TILE=tile,
@@ -78,66 +93,19 @@ def rotary_and_cache(
         num_warps=min(16, max(1, tile * dim // 512)),
         enable_fp_fusion=False,
     )
-    return out
-
-
-def reshape_and_cache(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    """Writes k and v [T, K, D], which may be strided views, to their slots; negative slots are skipped."""
-    assert isinstance(cache, TritonLayerCache)
-    tokens, kv_heads, head_dim = k.shape
-    if not tokens:
-        return
-    dim = triton.next_power_of_2(head_dim)
-    kv_tile = triton.next_power_of_2(kv_heads)
-    _cache_kernel[(tokens,)](
-        k,
-        v,
-        slots,
-        cache.key,
-        cache.value,
-        cache.key_scale,
-        cache.value_scale,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        cache.key.stride(0),
-        _scale_stride(cache),
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=cache.block_size,
-        LARGEST=QUANTIZED.get(cache.dtype, 0.0),
-        KV_TILE=kv_tile,
-        DIM=dim,
-        num_warps=min(16, max(1, kv_tile * dim // 512)),
-        enable_fp_fusion=False,
-    )
-
-
-def _scale_stride(cache: TritonLayerCache) -> int:
-    return 0 if cache.key_scale is None else cache.key_scale.stride(0)
 
 
 @triton.jit
 def _rotary_and_cache_kernel(
-    q_ptr,
+    queries,
     k_ptr,
     v_ptr,
-    out_ptr,
-    positions_ptr,
-    cos_sin_ptr,
     slots_ptr,
-    key_ptr,
-    value_ptr,
-    key_scale_ptr,
-    value_scale_ptr,
-    q_token_stride,
-    q_head_stride,
+    cache,
     k_token_stride,
     k_head_stride,
     v_token_stride,
     v_head_stride,
-    cos_sin_stride,
-    block_stride,
-    scale_block_stride,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -152,74 +120,39 @@ def _rotary_and_cache_kernel(
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * KV_TILE
     dims = tl.arange(0, DIM)
-    row = cos_sin_ptr + tl.load(positions_ptr + token) * cos_sin_stride
-    angles = tl.where(dims < ROTATED // 2, dims, dims - ROTATED // 2)
-    cos = tl.load(row + angles, mask=dims < ROTATED, other=1.0)
-    sin = tl.load(row + ROTATED // 2 + angles, mask=dims < ROTATED, other=0.0)
-    sin = tl.where(dims < ROTATED // 2, -sin, sin)
+    if ROTATED > 0:
+        row = queries.cos_sin + tl.load(queries.positions + token) * queries.cos_sin_stride
+        angles = tl.where(dims < ROTATED // 2, dims, dims - ROTATED // 2)
+        cos = tl.load(row + angles, mask=dims < ROTATED, other=1.0)
+        sin = tl.load(row + ROTATED // 2 + angles, mask=dims < ROTATED, other=0.0)
+        sin = tl.where(dims < ROTATED // 2, -sin, sin)
 
-    heads = first * GROUP + tl.arange(0, TILE)
-    last = tl.minimum(first + KV_TILE, KV_HEADS) * GROUP
-    q_inside = (heads[:, None] < last) & (dims[None, :] < HEAD_DIM)
-    q = _rotated(q_ptr + token * q_token_stride, q_head_stride, heads, dims, q_inside, cos, sin, ROTATED)
-    at = token * (GROUP * KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out_ptr + at, q, mask=q_inside)
+        heads = first * GROUP + tl.arange(0, TILE)
+        last = tl.minimum(first + KV_TILE, KV_HEADS) * GROUP
+        q_inside = (heads[:, None] < last) & (dims[None, :] < HEAD_DIM)
+        q_ptr = queries.q + token * queries.token_stride
+        q = _rotated(q_ptr, queries.head_stride, heads, dims, q_inside, cos, sin, ROTATED)
+        at = token * (GROUP * KV_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(queries.out + at, q, mask=q_inside)
 
     slot = tl.load(slots_ptr + token)
     if slot >= 0:
         kv_heads = first + tl.arange(0, KV_TILE)
         inside = (kv_heads[:, None] < KV_HEADS) & (dims[None, :] < HEAD_DIM)
-        k = _rotated(k_ptr + token * k_token_stride, k_head_stride, kv_heads, dims, inside, cos, sin, ROTATED)
+        k_ptr += token * k_token_stride
+        if ROTATED > 0:
+            k = _rotated(k_ptr, k_head_stride, kv_heads, dims, inside, cos, sin, ROTATED)
+        else:
+            k = _heads_of(k_ptr, k_head_stride, kv_heads, dims, inside)
         v = _heads_of(v_ptr + token * v_token_stride, v_head_stride, kv_heads, dims, inside)
-        _write(
-            k, kv_heads, dims, inside, key_ptr, key_scale_ptr, slot, block_stride, scale_block_stride,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST,
+        numbers_at = (
+            slot // BLOCK_SIZE * cache.block_stride
+            + kv_heads[:, None] * (BLOCK_SIZE * HEAD_DIM) + slot % BLOCK_SIZE * HEAD_DIM + dims[None, :]
         )  # fmt: skip
-        _write(
-            v, kv_heads, dims, inside, value_ptr, value_scale_ptr, slot, block_stride, scale_block_stride,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST,
-        )  # fmt: skip
-
-
-@triton.jit
-def _cache_kernel(
-    k_ptr,
-    v_ptr,
-    slots_ptr,
-    key_ptr,
-    value_ptr,
-    key_scale_ptr,
-    value_scale_ptr,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    block_stride,
-    scale_block_stride,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    KV_TILE: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """Program t: token t."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token)
-    if slot >= 0:
-        heads = tl.arange(0, KV_TILE)
-        dims = tl.arange(0, DIM)
-        inside = (heads[:, None] < KV_HEADS) & (dims[None, :] < HEAD_DIM)
-        k = _heads_of(k_ptr + token * k_token_stride, k_head_stride, heads, dims, inside)
-        v = _heads_of(v_ptr + token * v_token_stride, v_head_stride, heads, dims, inside)
-        _write(
-            k, heads, dims, inside, key_ptr, key_scale_ptr, slot, block_stride, scale_block_stride,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST,
-        )  # fmt: skip
-        _write(
-            v, heads, dims, inside, value_ptr, value_scale_ptr, slot, block_stride, scale_block_stride,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, LARGEST,
-        )  # fmt: skip
+        scale_at = slot // BLOCK_SIZE * cache.scale_stride + kv_heads * BLOCK_SIZE + slot % BLOCK_SIZE
+        here = kv_heads < KV_HEADS
+        _write(k, inside, cache.key + numbers_at, cache.key_scale, scale_at, here, LARGEST)
+        _write(v, inside, cache.value + numbers_at, cache.value_scale, scale_at, here, LARGEST)
 
 
 @triton.jit
@@ -239,34 +172,16 @@ def _rotated(x_ptr, head_stride, heads, dims, inside, cos, sin, ROTATED: tl.cons
 
 
 @triton.jit
-def _write(
-    x,
-    heads,
-    dims,
-    inside,
-    cache_ptr,
-    scale_ptr,
-    slot,
-    block_stride,
-    scale_block_stride,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    LARGEST: tl.constexpr,
-):
-    """Writes x [heads, DIM] to a slot; with ``LARGEST``, each head is scaled to this greatest magnitude."""
-    block = slot // BLOCK_SIZE
-    offset = slot % BLOCK_SIZE
+def _write(x, inside, cache_ptrs, scale_ptr, scale_at, here, LARGEST: tl.constexpr):
+    """Writes x [heads, DIM] to the cache; with ``LARGEST``, each head is scaled to this greatest magnitude."""
     if LARGEST > 0:
         x = x.to(tl.float32)
         largest = tl.max(tl.abs(x), 1)
         largest = tl.where(largest < 1e-30, 1e-30, largest)  # keeps NaN, as tl.maximum need not
-        scale_at = block * scale_block_stride + heads * BLOCK_SIZE + offset
-        tl.store(scale_ptr + scale_at, largest / LARGEST, mask=heads < KV_HEADS)
+        tl.store(scale_ptr + scale_at, largest / LARGEST, mask=here)
         x = x * (LARGEST / largest)[:, None]
-        x = _to_integer(x) if cache_ptr.dtype.element_ty == tl.int8 else _to_e4m3(x)
-    at = block * block_stride + heads[:, None] * (BLOCK_SIZE * HEAD_DIM) + offset * HEAD_DIM + dims[None, :]
-    tl.store(cache_ptr + at, rounded(x.to(tl.float32), cache_ptr.dtype.element_ty), mask=inside)
+        x = _to_integer(x) if cache_ptrs.dtype.element_ty == tl.int8 else _to_e4m3(x)
+    tl.store(cache_ptrs, rounded(x.to(tl.float32), cache_ptrs.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -200,22 +200,9 @@ def choose_kernel(
             last = tl.full((), LAST_KEY, tl.int64)
         else:
             list_ptr += row * columns
+            row_place = (row_ptr, vocab, top, list_ptr)
             count, last = _survivors(
-                row_ptr,
-                vocab,
-                top,
-                temperature,
-                top_k,
-                top_p,
-                min_p,
-                list_ptr,
-                column,
-                columns,
-                distance,
-                bits,
-                second,
-                DIGIT,
-                TILE,
+                row_place, temperature, top_k, top_p, min_p, column, columns, distance, bits, second, DIGIT, TILE
             )
             bound = _survivors_bounds(
                 row_ptr, vocab, top, temperature, key_ptr, list_ptr, count, last, second_ptr, column, columns, TILE
@@ -234,14 +221,11 @@ def _first_of(row_ptr, vocab, top, column):
 
 @triton.jit
 def _survivors(
-    row_ptr,
-    vocab,
-    top,
+    row_place,
     temperature,
     top_k,
     top_p,
     min_p,
-    list_ptr,
     column,
     columns,
     distance,
@@ -251,6 +235,7 @@ def _survivors(
     TILE: tl.constexpr,
 ):
     """(number of columns listed that hold all survivors of the filters, key of the last survivor)."""
+    row_ptr, vocab, top, list_ptr = row_place
     temperature32 = temperature.to(tl.float32)
     least = tl.full(distance.shape, 1.0, tl.float32)
     reach = tl.full((), 0xFFFFFFFF, tl.uint32)
@@ -268,17 +253,18 @@ def _survivors(
         reach = tl.minimum(reach, floor)
         last = (floor.to(tl.int64) << 32) | 0xFFFFFFFF
     count = list_columns(list_ptr, column, columns, bits, reach, tl.minimum(top_k, columns).to(tl.int32))
+    listed = (row_ptr, vocab, top, list_ptr, count)
     if top_k < vocab:
-        end = end_of_prefix(row_ptr, vocab, top, list_ptr, count, last, top_k, temperature32, False, DIGIT, TILE)
+        end = end_of_prefix(listed, last, top_k, temperature32, False, DIGIT, TILE)
         last = tl.minimum(last, end)
     if top_p < 1.0:
         if target == 0.0:
             for tile in range(tl.cdiv(count * COLUMN, TILE)):
-                _token, away, keys = listed_tokens(row_ptr, vocab, top, list_ptr, count, tile, TILE)
+                _token, away, keys = listed_tokens(listed, tile, TILE)
                 weight = tl.where(keys <= last, weights(away, temperature32), 0.0)
                 target += tl.sum(weight.to(tl.float64), axis=0)
             target = target * top_p
-        end = end_of_prefix(row_ptr, vocab, top, list_ptr, count, last, target, temperature32, True, DIGIT, TILE)
+        end = end_of_prefix(listed, last, target, temperature32, True, DIGIT, TILE)
         last = tl.minimum(last, end)
     return count, last
 
@@ -291,7 +277,7 @@ def _survivors_bounds(
     tl.store(second_ptr + column, tl.full(column.shape, float("inf"), tl.float32), column < columns)
     tl.debug_barrier()
     for tile in range(tl.cdiv(count * COLUMN, TILE)):
-        token, distance, keys = listed_tokens(row_ptr, vocab, top, list_ptr, count, tile, TILE)
+        token, distance, keys = listed_tokens((row_ptr, vocab, top, list_ptr, count), tile, TILE)
         bound = tl.where(keys <= last, _bounds(distance, token, temperature, key_ptr), float("inf"))
         bound = tl.min(tl.reshape(bound, (TILE // COLUMN, COLUMN)), axis=1)
         place = tile * (TILE // COLUMN) + tl.arange(0, TILE // COLUMN)

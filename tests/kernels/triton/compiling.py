@@ -128,22 +128,30 @@ def _source(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from triton.compiler import ASTSource
 
     bound = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
-    signature, constants, attributes = {}, {}, {}
-    for i, parameter in enumerate(kernel.params):
-        value, name = bound[parameter.name], parameter.name
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+
+    def specialised(parameter: Any, value: Any, path: tuple[int, ...]) -> Any:
         special = not parameter.do_not_specialize
         if parameter.is_constexpr or value is None or (special and isinstance(value, int) and value == 1):
-            signature[name] = "constexpr"
-            constants[(i,)] = value
-            continue
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, tuple):
+            elements = [specialised(parameter, element, (*path, i)) for i, element in enumerate(value)]
+            return type(value)(*elements)
         if isinstance(value, torch.Tensor):
-            signature[name] = _TYPES[value.dtype]
             aligned = value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment
+            kind = _TYPES[value.dtype]
         else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
             aligned = isinstance(value, int) and special and value % 16 == 0
+            kind = "fp32" if isinstance(value, float) else "i32"
         if aligned:
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            attributes[path] = [["tt.divisibility", 16]]
+        return kind
+
+    for i, parameter in enumerate(kernel.params):
+        signature[parameter.name] = specialised(parameter, bound[parameter.name], (i,))
     return ASTSource(kernel, signature, constants, attributes)
 
 
