@@ -227,22 +227,22 @@ class LLM(LLMEngine):
         options: list[RequestOptions],
         single: bool,
     ) -> list[RequestOutput]:
-        given = sampling_params or self.get_default_sampling_params()
-        if isinstance(given, (SamplingParams, BeamSearchParams)):
-            given = [given] * len(prompts)
-        check_one_each("sampling_params", given, len(prompts))
+        params_of_each = sampling_params or self.get_default_sampling_params()
+        if isinstance(params_of_each, (SamplingParams, BeamSearchParams)):
+            params_of_each = [params_of_each] * len(prompts)
+        check_one_each("sampling_params", params_of_each, len(prompts))
         outputs: dict[str, RequestOutput] = {}
         order = []
         with HeldInterrupts() as interrupts:
             try:
-                for (prompt, error), params, said in zip(prompts, given, options, strict=True):
+                for (prompt, error), params, request_options in zip(prompts, params_of_each, options, strict=True):
                     interrupts.deliver()
                     request_id = str(next(self._ids))
                     order.append(request_id)
                     try:
                         if error is not None:
                             raise error
-                        self.add_request(request_id, prompt, params, said, streaming=False)
+                        self.add_request(request_id, prompt, params, request_options, streaming=False)
                     except (InvalidRequestError, AdapterError) as e:
                         if single:
                             raise
@@ -285,16 +285,16 @@ def _as_messages(conversation: Conversation) -> Sequence[Message]:
     return [conversation] if isinstance(conversation, dict) else conversation
 
 
-def _template_variables(given: Mapping[str, Any] | None, options: Mapping[str, Any]) -> Mapping[str, Any]:
+def _template_variables(variables: Mapping[str, Any] | None, options: Mapping[str, Any]) -> Mapping[str, Any]:
     """``chat_template_kwargs``, if no name among them is one of the arguments."""
-    if given is None:
+    if variables is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise InvalidRequestError(f"chat_template_kwargs must be a dictionary, not {given!r}")
-    for name in given:
+    if not isinstance(variables, Mapping):
+        raise InvalidRequestError(f"chat_template_kwargs must be a dictionary, not {variables!r}")
+    for name in variables:
         if name in options or name in ("messages", "template", "tokenize"):
             raise InvalidRequestError(f"chat_template_kwargs must not hold {name!r}, which is an argument of its own")
-    return given
+    return variables
 
 
 def _refused(request_id: str, prompt: Any, error: OctavoError) -> RequestOutput:
