@@ -67,7 +67,7 @@ class GroupOutput(msgspec.Struct, array_like=True):
     #: Of a beam search, best first.
     hypotheses: list[Hypothesis] | None = None
     #: Whether the error is that the group does not fit all KV cache blocks.
-    outgrown: bool = False
+    exceeds_kv_cache: bool = False
     #: Whether the error is that its adapter could not be loaded.
     adapter_failed: bool = False
 

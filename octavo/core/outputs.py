@@ -66,7 +66,7 @@ class CompletionOutput:
     #: Why, if ``finish_reason`` is "error" or "ignored".
     error: str | None = None
     #: Whether the error is that the request's sequences do not fit the whole KV cache.
-    outgrown: bool = False
+    exceeds_kv_cache: bool = False
     #: Whether the error is that the request's adapter could not be loaded.
     adapter_failed: bool = False
 

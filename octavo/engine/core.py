@@ -141,12 +141,12 @@ class EngineCore(StepLoop):
     def abort(self, group_id: int) -> None:
         """Ends a request in any state; nothing happens if it has ended."""
         self.scheduler.finish_group(group_id)
-        self.settle()
+        self.drain()
 
     def stop(self, group_id: int, index: int) -> None:
         """Ends one sequence of a request, as a stop text does; nothing happens if it has ended."""
         self.scheduler.finish_sequence(group_id, index)
-        self.settle()
+        self.drain()
 
     def pin_adapter(self, adapter: AdapterRef) -> None:
         """Keeps an adapter in host memory, and in a slot if it needs one; it is loaded with the next steps.

@@ -232,7 +232,7 @@ class OutputProcessor:
         if update.hypotheses is None:
             for completion in request.completions:
                 if not completion.finished:
-                    completion.output.error, completion.output.outgrown = update.error, update.outgrown
+                    completion.output.error, completion.output.exceeds_kv_cache = update.error, update.exceeds_kv_cache
                     completion.output.adapter_failed = update.adapter_failed
                     self._finish(request, completion, update.finish_reason)
             return

@@ -61,7 +61,7 @@ class StepLoop:
         while self._may_run_ahead():
             self._submit()
         outputs = self._receive()
-        self.settle()
+        self.drain()
         self.times.total += time.perf_counter() - start
         return outputs
 
@@ -69,7 +69,7 @@ class StepLoop:
         failed = any(isinstance(pending, _Failed) for _, pending in self._in_flight)
         return len(self._in_flight) < self._max_in_flight and not failed and self.scheduler.can_run_ahead
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Waits for the steps in flight if all of their requests have ended meanwhile."""
         while self._in_flight and not self.scheduler.has_work:
             self._receive()

@@ -10,12 +10,12 @@ from octavo.core.kv_groups import GroupBlocks
 from octavo.core.plan import TableChange
 from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.kv_group import AllocStatus as AllocStatus
-from octavo.memory.kv_group import Demand, KVGroup, Write
+from octavo.memory.kv_group import BlocksNeeded, KVGroup, Write
 from octavo.memory.moves import Moves
 from octavo.memory.pinned_prefixes import PinnedPrefixes
 from octavo.memory.sequence_prefixes import SequencePrefixes
 
-_NOTHING = Demand()
+_NOTHING = BlocksNeeded()
 
 
 class BlockManager:
@@ -26,8 +26,8 @@ class BlockManager:
     a group follow those of the group before it, so a block move does not name its group. ``KVGroup`` states the
     invariants of tables and blocks.
 
-    Callers count in blocks that keep all tokens (``Demand`` says what windows make of it); statistics are sums over the
-    groups unless they say otherwise.
+    Callers count in blocks that keep all tokens (``BlocksNeeded`` says what windows make of it); statistics are sums
+    over the groups unless they say otherwise.
     """
 
     def __init__(
@@ -163,7 +163,9 @@ class BlockManager:
 
     # --- admission --------------------------------------------------------------------------------------------------
 
-    def demand(self, num_blocks: int, num_seqs: int = 1, seq_ids: Sequence[int] = (), own_blocks: int = 0) -> Demand:
+    def demand(
+        self, num_blocks: int, num_seqs: int = 1, seq_ids: Sequence[int] = (), own_blocks: int = 0
+    ) -> BlocksNeeded:
         """The demand of sequences that need ``num_blocks`` more where all tokens are kept, less where a window is.
 
         Args:
@@ -173,14 +175,14 @@ class BlockManager:
             own_blocks: Of ``num_blocks``, those of sequences that will be forked from these.
         """
         if not self._windowed:
-            return Demand(num_blocks)
+            return BlocksNeeded(num_blocks)
         windows = (
             num_blocks if group.window is None else min(num_blocks, group.until_full(num_seqs, seq_ids) + own_blocks)
             for group in self.groups
         )
-        return Demand(num_blocks, tuple(windows))
+        return BlocksNeeded(num_blocks, tuple(windows))
 
-    def can_allocate(self, demand: Demand, reserved: Demand = _NOTHING, num_seqs: int = 1) -> AllocStatus:
+    def can_allocate(self, demand: BlocksNeeded, reserved: BlocksNeeded = _NOTHING, num_seqs: int = 1) -> AllocStatus:
         """Whether sequences can be admitted in addition to reserved blocks and the watermark.
 
         Args:
@@ -193,7 +195,7 @@ class BlockManager:
         fit = all(group.has_room(demand + reserved, num_seqs, group.watermark_blocks) for group in self.groups)
         return AllocStatus.OK if fit else AllocStatus.LATER
 
-    def fits(self, demand: Demand, reserved: Demand = _NOTHING, num_seqs: int = 1) -> bool:
+    def fits(self, demand: BlocksNeeded, reserved: BlocksNeeded = _NOTHING, num_seqs: int = 1) -> bool:
         """Whether the blocks are available now; as ``can_allocate``, without the watermark."""
         return all(group.has_room(demand + reserved, num_seqs) for group in self.groups)
 
@@ -335,7 +337,7 @@ class BlockManager:
         self.prefixes.move(swapped)
         return True
 
-    def receive(self, seq_id: int, num_tokens: int) -> bool:
+    def add_with_computed_kv(self, seq_id: int, num_tokens: int) -> bool:
         """Gives a new sequence host blocks for tokens whose KV entries were computed by another engine.
 
         Returns:

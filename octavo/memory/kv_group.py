@@ -32,7 +32,7 @@ class AllocStatus(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class BlocksNeeded:
     """Blocks that sequences will need until their tokens are computed; demands can be added."""
 
     #: Of each group, if it kept all tokens.
@@ -43,9 +43,11 @@ class Demand:
     #: By group, blocks that are needed in any case; empty: none.
     exact: tuple[int, ...] = ()
 
-    def __add__(self, other: Demand) -> Demand:
+    def __add__(self, other: BlocksNeeded) -> BlocksNeeded:
         """What both need together."""
-        return Demand(self.blocks + other.blocks, _sums(self.windows, other.windows), _sums(self.exact, other.exact))
+        return BlocksNeeded(
+            self.blocks + other.blocks, _sums(self.windows, other.windows), _sums(self.exact, other.exact)
+        )
 
 
 def _sums(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
@@ -125,7 +127,7 @@ class KVGroup:
         """Blocks that so many sequences may still need until each has those of its window; some may hold blocks."""
         return num_seqs * self.window_blocks - sum(min(self.num_held(seq_id), self.window_blocks) for seq_id in seq_ids)
 
-    def needed(self, demand: Demand) -> int:
+    def needed(self, demand: BlocksNeeded) -> int:
         """Blocks of this group: those of all tokens, or if that is less, of windows and a chunk."""
         needed = demand.blocks
         if demand.windows and self.window is not None:
@@ -133,11 +135,11 @@ class KVGroup:
             needed = min(needed, windows + self.chunk_blocks(windows))
         return needed + (demand.exact[self.number] if demand.exact else 0)
 
-    def could_hold(self, demand: Demand, num_seqs: int) -> bool:
+    def could_hold(self, demand: BlocksNeeded, num_seqs: int) -> bool:
         """As ``has_room``, if nothing else held a block."""
         return self.needed(demand) <= self.num_unpinned or num_seqs <= self.max_window_seqs
 
-    def has_room(self, demand: Demand, num_seqs: int, beside: int = 0) -> bool:
+    def has_room(self, demand: BlocksNeeded, num_seqs: int, beside: int = 0) -> bool:
         """Whether the blocks and ``beside`` more are available, or the windows of ``num_seqs`` sequences always are."""
         return self.needed(demand) + beside <= self.device.num_available or num_seqs <= self.max_window_seqs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octavo.memory.kv_group import AllocStatus, Demand, KVGroup
+from octavo.memory.kv_group import AllocStatus, BlocksNeeded, KVGroup
 from octavo.memory.sequence_prefixes import SequencePrefixes
 
 
@@ -28,7 +28,9 @@ class PinnedPrefixes:
         beside = f" beside the {first.device.num_pinned} of shared prefixes" if self._blocks else ""
         return f"{first.num_unpinned} blocks{beside}"
 
-    def add(self, name: str, seq_id: int, token_ids: list[int], context: str | bytes, beside: Demand) -> AllocStatus:
+    def add(
+        self, name: str, seq_id: int, token_ids: list[int], context: str | bytes, beside: BlocksNeeded
+    ) -> AllocStatus:
         """Pins the blocks of a sequence that has computed these tokens and no others, until ``remove``.
 
         Returns:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import SequenceStatus
 from octavo.memory.block_manager import AllocStatus
-from octavo.memory.kv_group import Demand
+from octavo.memory.kv_group import BlocksNeeded
 from octavo.memory.prefix_cache import NO_REFERENCES, PrefixMatch
 from octavo.memory.prefix_chain import PrefixChain
 from octavo.scheduler.groups import SequenceGroup
@@ -22,7 +22,7 @@ from octavo.scheduler.step import (
     schedule_prefill,
 )
 
-_ONE_BLOCK = Demand(1)
+_ONE_BLOCK = BlocksNeeded(1)
 
 
 class Admission:
@@ -55,7 +55,7 @@ class Admission:
                 )
         return None
 
-    def _never_fits(self, group: SequenceGroup, needed: Demand) -> bool:
+    def _never_fits(self, group: SequenceGroup, needed: BlocksNeeded) -> bool:
         return self._blocks.can_allocate(needed, num_seqs=group.num_seqs) is AllocStatus.NEVER
 
     def _pinned_hits(self, group: SequenceGroup) -> int:
@@ -147,7 +147,7 @@ class Admission:
         if len(group.seqs) > step.budget or self.has_tokens_in_flight(group):
             return False
         for_next_tokens = len(group.seqs) if self._queues.running else 0
-        needed = Demand(exact=tuple(n + for_next_tokens for n in blocks.blocks_to_swap_in(group.seq_ids)))
+        needed = BlocksNeeded(exact=tuple(n + for_next_tokens for n in blocks.blocks_to_swap_in(group.seq_ids)))
         if not self._fits(group, needed, self._reserved(step)) or not blocks.swap_in(group.seq_ids):
             return False
         if group.first_scheduled_time is None:  # received from another engine
@@ -180,16 +180,16 @@ class Admission:
         if group.prefilling and step.reserved is not None:
             step.reserved += blocks_still_needed(self._blocks, group)
 
-    def _reserved(self, step: Step) -> Demand:
+    def _reserved(self, step: Step) -> BlocksNeeded:
         """What partly computed prompts still need; counted once a step."""
         if step.reserved is None:
             step.reserved = self._needed_by_prompts()
         return step.reserved
 
-    def _needed_by_prompts(self) -> Demand:
-        return sum((blocks_still_needed(self._blocks, g) for g in self._queues.prefilling), Demand())
+    def _needed_by_prompts(self) -> BlocksNeeded:
+        return sum((blocks_still_needed(self._blocks, g) for g in self._queues.prefilling), BlocksNeeded())
 
-    def _fits(self, group: SequenceGroup, needed: Demand, reserved: Demand) -> bool:
+    def _fits(self, group: SequenceGroup, needed: BlocksNeeded, reserved: BlocksNeeded) -> bool:
         return self.fits_beside(group, needed, reserved, self._queues.num_running_seqs)
 
     def fits(self, group: SequenceGroup) -> bool:
@@ -199,7 +199,9 @@ class Admission:
             return False  # needs no prefix cache lookup
         return self._fits(group, self.needed(group, self.match(group)), reserved)
 
-    def fits_beside(self, group: SequenceGroup, needed: Demand, reserved: Demand, num_running_seqs: int) -> bool:
+    def fits_beside(
+        self, group: SequenceGroup, needed: BlocksNeeded, reserved: BlocksNeeded, num_running_seqs: int
+    ) -> bool:
         """Whether a waiting group that needs these blocks fits beside so many sequences and what they need."""
         num_seqs = num_running_seqs + group.num_seqs
         if num_seqs > self._options.max_num_seqs:
@@ -217,7 +219,7 @@ class Admission:
 
     def needed(
         self, group: SequenceGroup, match: PrefixMatch | None, released: Mapping[int, int] = NO_REFERENCES
-    ) -> Demand:
+    ) -> BlocksNeeded:
         """What a waiting group needs beside the match, by default as blocks are referred to now (see ``cost``)."""
         needed = blocks_still_needed(self._blocks, group)
         if match is None:

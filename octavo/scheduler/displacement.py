@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import SequenceStatus
-from octavo.memory.kv_group import Demand
+from octavo.memory.kv_group import BlocksNeeded
 from octavo.memory.release import Release
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.groups import SequenceGroup
@@ -127,10 +127,10 @@ class _Room:
         """Whether the waiting group fits now that some are gone."""
         return self._fits(self._prompts.values(), self._release.counts, self._num_seqs)
 
-    def _fits(self, prompts: Iterable[Demand], released: list[int], num_seqs: int) -> bool:
+    def _fits(self, prompts: Iterable[BlocksNeeded], released: list[int], num_seqs: int) -> bool:
         needed = self._admission.needed(self._group, self._match, self._release.references)
-        available = Demand(exact=tuple(-count for count in released))
-        reserved = sum(prompts, Demand(exact=tuple(self._sum))) + available
+        available = BlocksNeeded(exact=tuple(-count for count in released))
+        reserved = sum(prompts, BlocksNeeded(exact=tuple(self._sum))) + available
         return self._admission.fits_beside(self._group, needed, reserved, num_seqs)
 
 

@@ -94,7 +94,7 @@ class Queues:
         self._push(group)
         return group
 
-    def receive(self, request: EngineCoreRequest) -> SequenceGroup | None:
+    def add_with_computed_kv(self, request: EngineCoreRequest) -> SequenceGroup | None:
         """As ``add``, of a prompt that another engine has computed but for its last token: its group is swapped.
 
         None, and nothing is changed, if too few host blocks are available.
@@ -102,7 +102,7 @@ class Queues:
         group = self._make_group(request)
         seq = group.seqs[0]
         computed = len(seq.token_ids) - 1
-        if not self.blocks.receive(seq.seq_id, computed):
+        if not self.blocks.add_with_computed_kv(seq.seq_id, computed):
             return None
         seq.num_computed = computed
         group.prefilling = False

@@ -32,7 +32,7 @@ class Running:
         queues = self._queues
         chunks = self._split_budget(step)
         running, decodes = queues.running, step.decodes
-        outgrown = []
+        exceeding = []
         most_decodes = -(-queues.num_running_seqs // self._num_stages)
         position = 0
         while position < len(running):
@@ -70,11 +70,11 @@ class Running:
             elif self._blocks_will_be_freed(step):
                 step.blocked_on_memory = True
             elif len(running) == 1:
-                outgrown.append(group)
+                exceeding.append(group)
             else:
                 self._preemption.preempt(group, step)
                 position -= 1
-        return outgrown
+        return exceeding
 
     def _split_budget(self, step: Step) -> dict[int, Chunks]:
         """Takes one token for each decode from the budget, and splits the rest among prefilling groups, in order.

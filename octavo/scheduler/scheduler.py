@@ -110,13 +110,13 @@ class Scheduler:
             self.queues.end_group(group, SequenceStatus.FINISHED_IGNORED)
             self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, rejection_reason))
 
-    def receive(self, request: EngineCoreRequest) -> bool:
+    def add_with_computed_kv(self, request: EngineCoreRequest) -> bool:
         """Queues a group of one sequence whose prompt, but for its last token, another engine has computed.
 
         Its KV entries are in host blocks from then on, as those of a swapped group, in whose order it is admitted.
         False, and nothing is changed, if too few host blocks are available.
         """
-        return self.queues.receive(request) is not None
+        return self.queues.add_with_computed_kv(request) is not None
 
     def finish_group(self, group_id: int, status: SequenceStatus = SequenceStatus.FINISHED_ABORTED) -> None:
         """Ends a group in any state and frees all it holds; no effect if it has ended."""
@@ -195,7 +195,7 @@ class Scheduler:
 
     def _schedule_running(self, step: Step) -> None:
         for group in self._running.schedule_running(step):
-            self._end_outgrown(group, step)
+            self._end_exceeding(group, step)
 
     def _schedule_mixed(self, step: Step, preempting: SequenceGroup | None) -> None:
         """Decodes first, then prompt chunks and newly admitted groups; ``preempting`` has preempted others."""
@@ -252,22 +252,22 @@ class Scheduler:
         group = group or swapped or self._admission.next_group(step.now)
         # Tokens in flight may end some or all of its sequences.
         if group is not None and not self._admission.has_tokens_in_flight(group):
-            self._end_outgrown(group, step)
+            self._end_exceeding(group, step)
 
-    def _end_outgrown(self, group: SequenceGroup, step: Step) -> None:
+    def _end_exceeding(self, group: SequenceGroup, step: Step) -> None:
         step.ended = True
         lengths = [len(s.token_ids) for s in group.seqs]
         message = (
             f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens have outgrown the KV cache of "
             f"{self.blocks.pinned.capacity} of {self.blocks.block_size} tokens, alone in it"
         )
-        self._fail(group, message, outgrown=True)
+        self._fail(group, message, exceeds_kv_cache=True)
 
     def _fail(
-        self, group: SequenceGroup, message: str, *, outgrown: bool = False, adapter_failed: bool = False
+        self, group: SequenceGroup, message: str, *, exceeds_kv_cache: bool = False, adapter_failed: bool = False
     ) -> None:
         self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-        output = GroupOutput(group.group_id, group.status.value, message, None, outgrown, adapter_failed)
+        output = GroupOutput(group.group_id, group.status.value, message, None, exceeds_kv_cache, adapter_failed)
         self._pending_outputs.append(output)
 
     def _count_totals(self, step: Step, plan: StepPlan) -> None:

@@ -10,7 +10,7 @@ from octavo.core.config import SchedulerOptions
 from octavo.core.plan import Fork, NewSequence, StepPlan, TableChange
 from octavo.core.request import Generate, SequenceStatus
 from octavo.memory.block_manager import BlockManager
-from octavo.memory.kv_group import Demand
+from octavo.memory.kv_group import BlocksNeeded
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.queues import Queues
 from octavo.speculation.drafter import BY_WORKER
@@ -49,7 +49,7 @@ class Step:
     #: Groups whose blocks this step moves to the host or back.
     swapped_groups: list[SequenceGroup] = field(default_factory=list)
     #: Blocks that partly computed prompts still need; None until counted.
-    reserved: Demand | None = None
+    reserved: BlocksNeeded | None = None
     #: Groups that were admitted, for the first time or again.
     admitted: list[SequenceGroup] = field(default_factory=list)
     #: Whether running groups lacked blocks, so that some were preempted or wait: no group is admitted.
@@ -101,7 +101,7 @@ def restore_sharing(queues: Queues, group: SequenceGroup) -> None:
             queues.new_seqs.append(seq)
 
 
-def blocks_still_needed(blocks: BlockManager, group: SequenceGroup) -> Demand:
+def blocks_still_needed(blocks: BlockManager, group: SequenceGroup) -> BlocksNeeded:
     """What a group still needs until its tokens are computed and it has forked."""
     forks = group.num_pending_forks  # each writes into a block of its own next
     total = forks

@@ -204,7 +204,7 @@ class Generation:
                 raise ApiError(503, message, kind="server_error", code="aborted")
             if completion.adapter_failed and self.model.adapter is not None:
                 raise AdapterConflictError(self.service.without_path(completion.error or "", self.model.name))
-            if completion.outgrown:
+            if completion.exceeds_kv_cache:
                 raise ApiError(400, f"the request asks for too much at once: {completion.error}", code="too_large")
             if (about_form := form_error(completion.error, self.params)) is not None:
                 raise renamed(InvalidRequestError(about_form), self.body)

@@ -6,7 +6,7 @@ import pytest
 
 from octavo.core.plan import TableChange
 from octavo.memory.block_manager import AllocStatus, BlockManager
-from octavo.memory.kv_group import Demand
+from octavo.memory.kv_group import BlocksNeeded
 
 
 def grown(manager: BlockManager, *writes: tuple[int, int, int]) -> list[TableChange]:
@@ -56,14 +56,14 @@ def test_growth_without_enough_blocks_changes_nothing() -> None:
 def test_the_watermark_holds_blocks_back_from_admission_only() -> None:
     manager = BlockManager(10, 4, watermark=0.15)
     assert manager.groups[0].watermark_blocks == 2
-    assert manager.can_allocate(Demand(8)) is AllocStatus.OK
-    assert manager.can_allocate(Demand(9)) is AllocStatus.LATER
-    assert manager.can_allocate(Demand(8), reserved=Demand(1)) is AllocStatus.LATER
-    assert manager.can_allocate(Demand(10)) is AllocStatus.LATER
-    assert manager.can_allocate(Demand(11)) is AllocStatus.NEVER
-    assert manager.fits(Demand(10))
-    assert manager.fits(Demand(8), reserved=Demand(2))
-    assert not manager.fits(Demand(8), reserved=Demand(3))
+    assert manager.can_allocate(BlocksNeeded(8)) is AllocStatus.OK
+    assert manager.can_allocate(BlocksNeeded(9)) is AllocStatus.LATER
+    assert manager.can_allocate(BlocksNeeded(8), reserved=BlocksNeeded(1)) is AllocStatus.LATER
+    assert manager.can_allocate(BlocksNeeded(10)) is AllocStatus.LATER
+    assert manager.can_allocate(BlocksNeeded(11)) is AllocStatus.NEVER
+    assert manager.fits(BlocksNeeded(10))
+    assert manager.fits(BlocksNeeded(8), reserved=BlocksNeeded(2))
+    assert not manager.fits(BlocksNeeded(8), reserved=BlocksNeeded(3))
     assert manager.grow([(0, 0, 40)]) is not None
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from octavo.core.kv_groups import GroupBlocks
 from octavo.memory.block_manager import AllocStatus, BlockManager
-from octavo.memory.kv_group import Demand
+from octavo.memory.kv_group import BlocksNeeded
 
 SIZE = 4
 PREFIX = list(range(8))
@@ -154,8 +154,8 @@ def test_a_prefix_must_leave_room_for_one_sequence() -> None:
     assert pin(blocks, "all but one", PREFIX, max_tokens=17) is AllocStatus.NEVER
     assert counts(blocks) == (0, 4, 2, 0)
     assert pin(blocks, "fits", PREFIX, max_tokens=16) is AllocStatus.OK
-    assert blocks.can_allocate(Demand(4)) is AllocStatus.OK
-    assert blocks.can_allocate(Demand(5)) is AllocStatus.NEVER
+    assert blocks.can_allocate(BlocksNeeded(4)) is AllocStatus.OK
+    assert blocks.can_allocate(BlocksNeeded(5)) is AllocStatus.NEVER
 
 
 def test_a_prefix_that_was_computed_across_a_reset_is_not_pinned() -> None:

@@ -590,7 +590,7 @@ class Engine:
         if not answer.finished:
             answer.group_reason = "abort"
         if not self._stepping:
-            self.loop.settle()
+            self.loop.drain()
 
     def stop(self, group_id: int, index: int) -> None:
         """Ends one sequence that has sampled, as a stop text does."""
@@ -599,7 +599,7 @@ class Engine:
             answer.reasons[index] = "stopped by text"
         self.scheduler.finish_sequence(group_id, index)
         if not self._stepping:
-            self.loop.settle()
+            self.loop.drain()
 
     def step(self, between: Callable[[], None] = lambda: None, fail: str = "") -> StepPlan:
         """Executes and applies one step; returns its plan.

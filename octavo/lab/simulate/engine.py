@@ -172,7 +172,7 @@ class SimulatedEngine:
         # Their content is not looked at, but it must not be that of another prompt.
         prompt = [number + TOKEN + 1] + [TOKEN] * item.input_len
         request = _core_request(number, item, prompt, None if limit is None else limit - 1)
-        if not self.scheduler.receive(request):
+        if not self.scheduler.add_with_computed_kv(request):
             return None
         self.now += self.overhead.request
         self._workers.received.update(self.blocks.groups[0].on_host.by_id[self._sequence(number)])

@@ -10,29 +10,29 @@ from octavo.core.errors import ConfigError
 from octavo.core.plan import TableChange
 from octavo.lab.simulate.allocators.buddy import BuddyAllocator, order_of
 from octavo.memory.block_manager import AllocStatus, BlockManager
-from octavo.memory.kv_group import Demand, Write
+from octavo.memory.kv_group import BlocksNeeded, Write
 from octavo.scheduler.queues import Queues
 
 #: Token slots to reserve for the sequence with this id: its whole length or more.
 Reserve = Callable[[int], int]
 
-_NOTHING = Demand()
+_NOTHING = BlocksNeeded()
 
 
 @dataclass(frozen=True, slots=True)
-class Extents(Demand):
+class Extents(BlocksNeeded):
     """Extents that sequences need, in blocks, each in one piece."""
 
     lengths: tuple[int, ...] = ()
 
-    def __add__(self, other: Demand) -> Extents:
+    def __add__(self, other: BlocksNeeded) -> Extents:
         lengths = self.lengths + _lengths(other)
         return Extents(sum(lengths), lengths=lengths)
 
     __radd__ = __add__
 
 
-def _lengths(demand: Demand) -> tuple[int, ...]:
+def _lengths(demand: BlocksNeeded) -> tuple[int, ...]:
     if isinstance(demand, Extents):
         return demand.lengths
     return (demand.blocks,) if demand.blocks else ()
@@ -68,24 +68,26 @@ class ContiguousBlocks(BlockManager):
         #: Sequences whose table still has blocks of their parents.
         self._forked: set[int] = set()
 
-    def demand(self, num_blocks: int, num_seqs: int = 1, seq_ids: Sequence[int] = (), own_blocks: int = 0) -> Demand:
+    def demand(
+        self, num_blocks: int, num_seqs: int = 1, seq_ids: Sequence[int] = (), own_blocks: int = 0
+    ) -> BlocksNeeded:
         """The extents of those of these sequences that hold none, and of those that will be forked from the first.
 
         Of those each asks for one of ``own_blocks``. Of unknown sequences, ``num_blocks``.
         """
         if not seq_ids:
-            return Demand(num_blocks)
+            return BlocksNeeded(num_blocks)
         asking = [seq_id for seq_id in seq_ids if seq_id not in self._starts] + own_blocks * [seq_ids[0]]
         lengths = tuple(self.blocks_for(self.reserve(seq_id)) for seq_id in asking)
         return Extents(sum(lengths), lengths=lengths)
 
-    def can_allocate(self, demand: Demand, reserved: Demand = _NOTHING, num_seqs: int = 1) -> AllocStatus:
+    def can_allocate(self, demand: BlocksNeeded, reserved: BlocksNeeded = _NOTHING, num_seqs: int = 1) -> AllocStatus:
         """Whether free extents are as long as these and those that are reserved."""
         if not BuddyAllocator(self.buddy.size).can_allocate(*_lengths(demand)):
             return AllocStatus.NEVER
         return AllocStatus.OK if self.fits(demand, reserved, num_seqs) else AllocStatus.LATER
 
-    def fits(self, demand: Demand, reserved: Demand = _NOTHING, num_seqs: int = 1) -> bool:
+    def fits(self, demand: BlocksNeeded, reserved: BlocksNeeded = _NOTHING, num_seqs: int = 1) -> bool:
         """As ``can_allocate``."""
         return self.buddy.can_allocate(*_lengths(demand), *_lengths(reserved))
 

@@ -17,7 +17,7 @@ from octavo.lab.workloads.lengths import Constant, Uniform
 from octavo.lab.workloads.traces import Trace
 from octavo.lab.workloads.workload import Workload
 from octavo.memory.block_manager import AllocStatus
-from octavo.memory.kv_group import Demand
+from octavo.memory.kv_group import BlocksNeeded
 from tests.lab.simulate.test_profile import profile
 
 
@@ -133,7 +133,7 @@ def test_a_request_of_several_sequences_needs_an_extent_for_each() -> None:
     three = blocks.demand(3, seq_ids=[0], own_blocks=2)
     assert three.blocks == 6 and blocks.can_allocate(three) is AllocStatus.OK
     assert blocks.can_allocate(three, three) is AllocStatus.LATER, "what is reserved is not free"
-    assert blocks.can_allocate(Demand() + three, Demand()) is AllocStatus.OK
+    assert blocks.can_allocate(BlocksNeeded() + three, BlocksNeeded()) is AllocStatus.OK
     assert blocks.can_allocate(blocks.demand(3, seq_ids=[0], own_blocks=4)) is AllocStatus.NEVER
     assert blocks.grow([(9, 0, 5)]) and blocks.can_allocate(three) is AllocStatus.OK
     assert blocks.grow([(8, 0, 5)]) and blocks.can_allocate(three) is AllocStatus.LATER
