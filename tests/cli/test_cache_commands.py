@@ -81,7 +81,7 @@ def test_a_base_model_is_said_to_be_one(
     assert octavo("list") == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gemma3-270m")]
     assert "converted (bfloat16), base model" in line
-    monkeypatch.setattr("octavo.loader.resolve.pull", lambda name, progress: cache)
+    monkeypatch.setattr("octavo.loader.resolve.resolve_model", lambda name: cache)
     assert octavo("pull", "gemma3-270m") == 0
     assert "gemma3-270m is a base model" in capsys.readouterr().err
     # A conversation is refused before anything is fetched.
