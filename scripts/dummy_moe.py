@@ -26,8 +26,8 @@ from torch import Tensor
 
 from octavo.loader.dummy import dummy_weights
 from octavo.loader.resolve import resolve_model
-from octavo.models.config import read_model_config
-from octavo.models.sizes import outline
+from octavo.models.config_files import read_model_config
+from octavo.models.sizes import build_without_weights
 
 #: Names in GGUF files of the tensors of a layer, and of the others.
 LAYER = {
@@ -80,7 +80,7 @@ def main() -> None:
 
 def parts_of(folder: Path) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The tensors of each layer, and those of none."""
-    network = outline(read_model_config(folder), "bfloat16")
+    network = build_without_weights(read_model_config(folder), "bfloat16")
     part, tensors = "", dict[str, Tensor]()
     for name, tensor in dummy_weights(network, torch.bfloat16, "cpu"):
         here = name.split(".")[2] if name.startswith("model.layers.") else "ends"

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from octavo.loader.cache import cache_dir, publish
 from octavo.loader.gguf_weights import GGUFCheckpoint
 from octavo.loader.resolve import gguf_source, resolve_model
-from octavo.models.config import read_model_config
-from octavo.models.sizes import outline
+from octavo.models.config_files import read_model_config
+from octavo.models.sizes import build_without_weights
 
 
 def hub_folder(model: str, dtype: str) -> Path:
@@ -30,7 +30,7 @@ def hub_folder(model: str, dtype: str) -> Path:
         shutil.copytree(source, folder, dirs_exist_ok=True)
         config = json.loads((source / "config.json").read_text()) | {"dtype": dtype}
         (folder / "config.json").write_text(json.dumps(config))
-        network = outline(read_model_config(source), "float32")
+        network = build_without_weights(read_model_config(source), "float32")
         shapes = network.tensor_shapes()
         tensors = GGUFCheckpoint(file, network.config, shapes).read(shapes, [], getattr(torch, dtype))
         weights = {name: tensor for name, tensor in tensors if isinstance(tensor, torch.Tensor)}

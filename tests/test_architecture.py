@@ -134,13 +134,8 @@ def test_the_scheduler_reads_no_clock_but_the_one_it_is_given(room: str) -> None
 
 #: A module of each circle that is still to be opened.
 CIRCLES = (
-    "octavo.core.config",
-    "octavo.kernels.interface",
-    "octavo.engine.tokenizer",
     "octavo.speculation.drafter",
-    "octavo.kernels.cpu.backend",
     "octavo.kernels",
-    "octavo.sampling.grammar_mask",
     "octavo.server.chat_output",
     "octavo.lab.simulate.cluster.cluster",
 )

@@ -84,14 +84,16 @@ def index_rows(path: Path) -> dict[Key, int]:
 
 def _make_row(number: int, custom_id: str, line: bytes) -> Row:
     try:
-        given = _envelope.decode(line)
+        envelope = _envelope.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         return Row(number, custom_id, error=f"line {number}: {e}")
-    if given.method != "POST":
-        return Row(number, custom_id, error=f"line {number}: method must be 'POST', not {given.method!r}")
-    if given.url not in URLS:
-        return Row(number, custom_id, error=f"line {number}: url must be one of {', '.join(URLS)}, not {given.url!r}")
-    return Row(number, custom_id, given.url, bytes(given.body))
+    if envelope.method != "POST":
+        return Row(number, custom_id, error=f"line {number}: method must be 'POST', not {envelope.method!r}")
+    if envelope.url not in URLS:
+        return Row(
+            number, custom_id, error=f"line {number}: url must be one of {', '.join(URLS)}, not {envelope.url!r}"
+        )
+    return Row(number, custom_id, envelope.url, bytes(envelope.body))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

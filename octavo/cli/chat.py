@@ -169,9 +169,9 @@ class Conversation:
         context = self.engine.inputs.max_model_len
         try:
             messages, prompt, dropped = self._fitted(question, context)
-            room, wanted = context - len(prompt), self.params.max_tokens
+            room, limit = context - len(prompt), self.params.max_tokens
             params = self.params
-            if wanted is not None and wanted > room > 0:
+            if limit is not None and limit > room > 0:
                 params = msgspec.structs.replace(params, max_tokens=room)
             self.engine.add_request(request_id, prompt, params, lora_request=self.lora)
         except InvalidRequestError as e:
@@ -187,13 +187,13 @@ class Conversation:
             self._report(error)
             return
         self.messages = [*messages, {"role": "assistant", "content": answer}]
-        if reason == "length" and (wanted is None or wanted > room):
+        if reason == "length" and (limit is None or limit > room):
             print(f"octavo: the answer is cut: the context of {context} tokens is full", file=sys.stderr)
 
     def _fitted(self, question: str, context: int) -> tuple[list[dict[str, Any]], list[int], int]:
         """(messages with the question, their token ids, turns that had to be dropped so that an answer fits)."""
-        wanted = self.params.max_tokens
-        room = min(ANSWER_ROOM, context // 4) if wanted is None else min(wanted, context // 2)
+        limit = self.params.max_tokens
+        room = min(ANSWER_ROOM, context // 4) if limit is None else min(limit, context // 2)
         first = 1 if self.system else 0
         kept = [*self.messages, {"role": "user", "content": question}]
         prompt = self.engine.tokenizer.encode_chat(kept)

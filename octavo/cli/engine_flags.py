@@ -18,13 +18,15 @@ from octavo.core.adapters import LoRARequest
 from octavo.core.config import EngineConfig, Sizes
 from octavo.core.config_sources import configured_model, parse_option, resolve_config
 from octavo.core.errors import ConfigError
-from octavo.core.foreign_options import FOREIGN_OPTIONS
+from octavo.core.foreign_options import FOREIGN_OPTIONS, OTHER_NAMES
 
 PREFIX = "engine"
 
 
 def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -> None:
-    """Adds ``--model``, ``--config`` and a flag for every engine option; those of ``FOREIGN_OPTIONS`` are not in help.
+    """Adds ``--model``, ``--config`` and a flag for every engine option.
+
+    Help leaves out ``OTHER_NAMES`` and ``FOREIGN_OPTIONS``.
 
     Args:
         parser: the flags are added to it; an option that is not given is absent from the arguments.
@@ -45,6 +47,11 @@ def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -
         )
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, dest=f"{PREFIX}:{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
+    for other, name in OTHER_NAMES.items():
+        flag = "--" + other.replace("_", "-")
+        parser.add_argument(
+            flag, dest=f"{PREFIX}:{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, type=_reader(name)
+        )
 
 
 def add_lora_flag(parser: Parser) -> None:

@@ -189,13 +189,13 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
     from octavo.core.kv_spec import group_layers
     from octavo.loader.gguf_parts import split_paths
     from octavo.loader.resolve import gguf_source, resolve_model
-    from octavo.models.config import read_model_config
-    from octavo.models.sizes import kv_bytes_per_token, num_active_parameters, num_parameters, outline
+    from octavo.models.config_files import read_model_config
+    from octavo.models.sizes import build_without_weights, kv_bytes_per_token, num_active_parameters, num_parameters
 
     folder = resolve_model(options.model, revision=options.revision)
     config, gguf = read_model_config(folder), gguf_source(options.model)
     dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
-    network = outline(config, dtype, None, options.kv_cache_dtype)
+    network = build_without_weights(config, dtype, None, options.kv_cache_dtype)
     files = Path(folder).glob("*.safetensors") if gguf is None else split_paths(gguf)
     return {
         "name": options.model,
@@ -233,9 +233,9 @@ def check_facts(options: EngineConfig) -> dict[str, Any]:
     Raises:
         OctavoError: the model is unknown, cannot be downloaded, or is not supported.
     """
-    from octavo.loader.check import check_model
+    from octavo.loader.checkpoint_check import check_model
     from octavo.loader.resolve import gguf_source, resolve_model
-    from octavo.models.config import read_model_config
+    from octavo.models.config_files import read_model_config
 
     folder = resolve_model(options.model, revision=options.revision)
     return msgspec.to_builtins(check_model(folder, read_model_config(folder), gguf_source(options.model)))

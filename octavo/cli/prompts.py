@@ -70,10 +70,10 @@ class Job:
 
     def take_defaults(self, defaults: Mapping[str, Any]) -> None:
         """Takes the model's defaults for the parameters that it has not of its own."""
-        found = {name: value for name, value in defaults.items() if name not in self.own}
-        if found and self.error is None and isinstance(self.params, SamplingParams):
+        fields = {name: value for name, value in defaults.items() if name not in self.own}
+        if fields and self.error is None and isinstance(self.params, SamplingParams):
             try:
-                self.params = msgspec.structs.replace(self.params, **found)
+                self.params = msgspec.structs.replace(self.params, **fields)
             except InvalidRequestError as e:
                 self.error = str(e)
 
@@ -156,12 +156,12 @@ def _from_text(example: Job, text: str, index: int, as_chat: bool) -> Job:
 
 def _from_json(example: Job, line: str, index: int, as_chat: bool, sampling: Mapping[str, Any]) -> Job:
     try:
-        key, value, own = _parse_line(line)
+        key, value, fields = _parse_line(line)
         options = options_from_keywords(
-            "a line", {key: own.pop(key) for key in _OPTION_KEYS if key in own}, example.options
+            "a line", {key: fields.pop(key) for key in _OPTION_KEYS if key in fields}, example.options
         )
-        params = _make_params({**sampling, **own}) if own else example.params
-        job = replace(example, index=index, prompt=value, params=params, options=options, own=frozenset(own))
+        params = _make_params({**sampling, **fields}) if fields else example.params
+        job = replace(example, index=index, prompt=value, params=params, options=options, own=frozenset(fields))
         if key == "prompt" and isinstance(value, str):
             return _from_text(job, value, index, as_chat)
         if key == "prompt_token_ids" and as_chat:
@@ -186,7 +186,7 @@ def _parse_line(line: str) -> tuple[str, Any, dict[str, Any]]:
             near = difflib.get_close_matches(key, _LINE_KEYS, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_LINE_KEYS)}"
             raise InvalidRequestError(f"unknown key {key!r}; {hint}")
-    given = [key for key in _PROMPT_KEYS if content.get(key) is not None]
-    if len(given) != 1:
-        raise InvalidRequestError(f"the line needs exactly one of {', '.join(_PROMPT_KEYS)}, not {len(given)}")
-    return given[0], content[given[0]], {k: v for k, v in content.items() if k not in _PROMPT_KEYS}
+    keys = [key for key in _PROMPT_KEYS if content.get(key) is not None]
+    if len(keys) != 1:
+        raise InvalidRequestError(f"the line needs exactly one of {', '.join(_PROMPT_KEYS)}, not {len(keys)}")
+    return keys[0], content[keys[0]], {k: v for k, v in content.items() if k not in _PROMPT_KEYS}

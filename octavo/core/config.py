@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ValidationError, model_validator
 
 from octavo.core.errors import ConfigError
-from octavo.core.foreign_options import own_options
+from octavo.core.foreign_options import own_names, own_options
 from octavo.core.idle_options import refused_options
 from octavo.core.option_parts import MAX_LOGPROBS as MAX_LOGPROBS
 from octavo.core.option_parts import MAX_LOGPROBS_ON_GPU as MAX_LOGPROBS_ON_GPU
@@ -57,50 +57,32 @@ class EngineConfig(
     """
 
     @model_validator(mode="after")
-    def _graphs_can_be_used(self) -> Self:
-        sizes = self.cudagraph_capture_sizes
-        if sizes is None:
-            return self
-        if self.enforce_eager:
-            raise ValueError("enforce_eager turns CUDA graphs off: give no cudagraph_capture_sizes with it")
-        if max(sizes) > self.max_num_seqs:
-            raise ValueError(
-                f"cudagraph_capture_sizes has {max(sizes)}, but no batch has more than max_num_seqs "
-                f"({self.max_num_seqs}) sequences"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _whole_prompts_fit_a_step(self) -> Self:
+    def _parts_do_not_contradict(self) -> Self:
+        if (sizes := self.graph_sizes) is not None:
+            if self.enforce_eager:
+                raise ValueError("enforce_eager turns CUDA graphs off: give no sizes as graph_capture with it")
+            if max(sizes) > self.max_num_seqs:
+                raise ValueError(
+                    f"graph_capture has {max(sizes)}, but no batch has more than max_num_seqs ({self.max_num_seqs}) "
+                    "sequences"
+                )
         budget, longest = self.max_num_batched_tokens, self.max_model_len
         if not self.enable_chunked_prefill and longest is not None and budget is not None and budget < longest:
             raise ValueError(
                 f"with enable_chunked_prefill off, max_num_batched_tokens ({budget}) must be at least max_model_len "
                 f"({longest}), or the longest prompts could never run"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _swapping_has_a_place(self) -> Self:
         if self.preemption_mode == "swap" and not self.has_swap_space:
             raise ValueError(
                 "preemption_mode 'swap' needs swap space: set swap_space, or num_host_blocks_override, above 0; or "
                 "take preemption_mode 'recompute'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _drafters_see_all_layers(self) -> Self:
         drafts = self.speculative_config
         if drafts is not None and drafts.drafts_on_workers and self.pipeline_parallel_size > 1:
             raise ValueError(
                 f"speculative_config: method {drafts.method!r} is not supported with pipeline_parallel_size "
                 f"({self.pipeline_parallel_size}) above 1; use tensor_parallel_size, or method 'ngram' or 'suffix'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _memory_and_weights_are_those_asked_for(self) -> Self:
         if refused := refused_options(self):
             raise ValueError("; ".join(refused))
         return self
@@ -131,7 +113,7 @@ def make_config(**options: Any) -> EngineConfig:
         ConfigError: an option is unknown, out of range, or contradicts another.
     """
     known = list(EngineConfig.model_fields)
-    options = own_options(options)
+    options = own_options(own_names(options))
     for name in options:
         if name not in EngineConfig.model_fields:
             raise ConfigError(unknown_option(name, known))

@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from octavo.core.config import EngineConfig, unknown_option
 from octavo.core.errors import ConfigError
-from octavo.core.foreign_options import FOREIGN_OPTIONS, own_options, own_value
+from octavo.core.foreign_options import FOREIGN_OPTIONS, own_name, own_names, own_options, own_value
 from octavo.core.server_options import ServerOptions
 
 PREFIX = "OCTAVO_"
@@ -95,7 +95,7 @@ def _gather(
     from_environment = _read_environment(environ, kind)
     values.update(from_environment)
     sources.update({name: PREFIX + name.upper() for name in from_environment})
-    for name, value in overrides.items():
+    for name, value in own_names(overrides).items():
         if not _is_option(name, kind):
             raise ConfigError(unknown_option(name, list(kind.model_fields)))
         sources[name] = "argument"
@@ -140,6 +140,7 @@ def parse_option(name: str, text: str) -> Any:
     Raises:
         ValueError: the text is no such value, with what would be right.
     """
+    name = own_name(name)
     if text.strip().lower() == "none" and _may_be_none(name):  # else "none" is an ordinary text
         return None
     if name in FOREIGN_OPTIONS:
@@ -199,11 +200,11 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"configuration file {path} must map option names to values, not hold a {_kind(content)}")
     options: dict[str, Any] = {}
     for key, value in content.items():
-        name = str(key).replace("-", "_")
+        name = own_name(str(key).replace("-", "_"))
         if not _is_option(name):
             raise ConfigError(f"{path}: {unknown_option(name, list(OPTIONS))}")
         if name in options:
-            raise ConfigError(f"{path}: option {name!r} is given twice, once with hyphens and once with underscores")
+            raise ConfigError(f"{path}: option {name!r} is given twice, in two ways to write it")
         options[name] = value
     return options
 
@@ -214,8 +215,8 @@ def _read_environment(environ: Mapping[str, str], kind: type[BaseModel]) -> dict
     for variable, text in environ.items():
         if not variable.startswith(PREFIX):
             continue
-        name = variable.removeprefix(PREFIX).lower()
-        if (not _is_option(name) or variable != PREFIX + name.upper()) and variable not in RESERVED_VARIABLES:
+        name = own_name(variable.removeprefix(PREFIX).lower())
+        if (not _is_option(name) or variable != variable.upper()) and variable not in RESERVED_VARIABLES:
             near = difflib.get_close_matches(variable, [*known, *RESERVED_VARIABLES], n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
             raise ConfigError(f"unknown environment variable {variable}; {hint}")

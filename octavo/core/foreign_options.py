@@ -117,6 +117,12 @@ FOREIGN_KEYWORDS: dict[str, ForeignOption] = {
     "concurrency_limit": ANY,  # the scheduler runs as many as fit
 }
 
+#: Other names of options, which mean the same: vLLM's, and former ones.
+OTHER_NAMES = {
+    "cudagraph_capture_sizes": "graph_capture",
+    "status_interval": "log_stats_interval",
+}
+
 #: Other names of an option's values.
 ALIASES = {
     "dtype": {"half": "float16", "float": "float32"},
@@ -130,6 +136,25 @@ def own_value(name: str, value: Any) -> Any:
     if type(value).__module__ == "torch":
         value = str(value).removeprefix("torch.")
     return ALIASES.get(name, {}).get(value, value) if isinstance(value, str) else value
+
+
+def own_name(name: str) -> str:
+    """The name that an option has here."""
+    return OTHER_NAMES.get(name, name)
+
+
+def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of one source by the names that they have here.
+
+    Raises:
+        ConfigError: an option is given by two of its names.
+    """
+    by_name: dict[str, Any] = {}
+    for name, value in options.items():
+        if own_name(name) in by_name:
+            raise ConfigError(f"option {own_name(name)!r} is given twice, by different names")
+        by_name[own_name(name)] = value
+    return by_name
 
 
 def own_options(options: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -8,43 +8,42 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from octavo.core.config import EngineConfig
+from octavo.core.option_part import OptionPart
 
 
 class IdleOption(NamedTuple):
     """When an option has no effect."""
 
     name: str
-    #: Of the options and the device ("cpu" or "cuda").
-    when: Callable[[EngineConfig, str], bool]
+    #: Of the options (an ``EngineConfig``, which refuses by this table) and the device ("cpu" or "cuda").
+    when: Callable[[Any, str], bool]
     #: Completes "NAME (VALUE) has no effect: ".
     instead: str
 
 
-def _no_graphs(options: EngineConfig, device: str) -> bool:
+def _no_graphs(options: Any, device: str) -> bool:
     return device == "cpu" or options.enforce_eager
 
 
-def _without_lora(options: EngineConfig, _: str) -> bool:
+def _without_lora(options: Any, _: str) -> bool:
     return not options.enable_lora
 
 
-def _without_prompt_adapters(options: EngineConfig, _: str) -> bool:
+def _without_prompt_adapters(options: Any, _: str) -> bool:
     return not options.enable_prompt_adapter
 
 
-def _one_replica(options: EngineConfig, _: str) -> bool:
+def _one_replica(options: Any, _: str) -> bool:
     return options.data_parallel_size == 1
 
 
-def _blocks_are_given(options: EngineConfig, _: str) -> bool:
+def _blocks_are_given(options: Any, _: str) -> bool:
     return options.num_gpu_blocks_override is not None
 
 
-def _nothing_swapped(options: EngineConfig, _: str) -> bool:
+def _nothing_swapped(options: Any, _: str) -> bool:
     return not options.moves_blocks_to_host
 
 
@@ -86,7 +85,6 @@ IDLE_OPTIONS = (
         "structured output needs the tokenizer that skip_tokenizer_init leaves out",
     ),
     IdleOption("graph_capture", _no_graphs, _NO_GRAPHS),
-    IdleOption("cudagraph_capture_sizes", _no_graphs, _NO_GRAPHS),
     IdleOption(
         "enforce_eager",
         lambda _, device: device == "cpu",
@@ -134,17 +132,17 @@ REFUSED_OPTIONS = (
 )
 
 
-def idle_options(options: EngineConfig, device: str) -> list[str]:
+def idle_options(options: OptionPart, device: str) -> list[str]:
     """A line for each option that was given (no default), asks for something, and has no effect on this device."""
     return _lines(IDLE_OPTIONS, options, device)
 
 
-def refused_options(options: EngineConfig) -> list[str]:
+def refused_options(options: OptionPart) -> list[str]:
     """A line for each option that was given and contradicts another."""
     return [f"{line}; leave it out" for line in _lines(REFUSED_OPTIONS, options, "")]
 
 
-def _lines(table: tuple[IdleOption, ...], options: EngineConfig, device: str) -> list[str]:
+def _lines(table: tuple[IdleOption, ...], options: OptionPart, device: str) -> list[str]:
     found = []
     for name, when, instead in table:
         value = getattr(options, name)

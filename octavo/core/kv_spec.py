@@ -56,7 +56,7 @@ class KVSpec:
 
 
 @dataclass(frozen=True)
-class KVGroup:
+class LayerGroup:
     """Layers of equal specs: they share block tables."""
 
     spec: KVSpec
@@ -64,7 +64,7 @@ class KVGroup:
     layers: tuple[int, ...]
 
 
-def group_layers(specs: Sequence[KVSpec], stage: range | None = None) -> list[KVGroup]:
+def group_layers(specs: Sequence[KVSpec], stage: range | None = None) -> list[LayerGroup]:
     """The groups of layers with these specs, in the order of their first layers.
 
     ``stage``: those that this rank has, if it has not all. The groups are alike on every stage, with or without layers.
@@ -75,4 +75,4 @@ def group_layers(specs: Sequence[KVSpec], stage: range | None = None) -> list[KV
         members = groups.setdefault(spec, [])
         if layer in stage:
             members.append(layer - stage.start)
-    return [KVGroup(spec, tuple(layers)) for spec, layers in groups.items()]
+    return [LayerGroup(spec, tuple(layers)) for spec, layers in groups.items()]

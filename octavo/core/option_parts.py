@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ByteSize, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ByteSize, Discriminator, Field, Tag, field_validator, model_validator
 
 from octavo.core.option_part import OptionPart
 
@@ -17,11 +17,17 @@ def _numbers(value: Any) -> Any:
     return [int(part) for part in value.split(",")] if isinstance(value, str) else value
 
 
-#: A list of positive integers; in flags and variables with commas between.
 #: Least seconds that the first step may take: on a GPU it compiles kernels.
 FIRST_STEP_TIMEOUT = 900.0
 
+#: A list of positive integers; in flags and variables with commas between.
 Sizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_numbers), Field(min_length=1)]
+
+#: When graphs are captured, or the batch sizes that have one.
+GraphCapture = Annotated[
+    Annotated[Literal["lazy", "start"], Tag("when")] | Annotated[Sizes, Tag("sizes")],
+    Discriminator(lambda value: "when" if value in ("lazy", "start") else "sizes"),
+]
 
 #: How matrices are quantised as they are loaded.
 Quantization = Literal["auto", "none", "int8", "int4", "fp8", "gguf", "gptq", "awq", "compressed-tensors"]
@@ -174,14 +180,6 @@ class CacheOptions(OptionPart):
         "the prefix cache.",
     )
 
-    @model_validator(mode="after")
-    def _shared_prefixes_are_cached(self) -> Self:
-        if self.shared_prefix and not self.enable_prefix_caching:
-            raise ValueError(
-                f"shared_prefix ({', '.join(self.shared_prefix)}) needs enable_prefix_caching, which is off"
-            )
-        return self
-
     @property
     def has_swap_space(self) -> bool:
         """Whether the options allow host blocks; how many there are depends on the memory."""
@@ -190,7 +188,11 @@ class CacheOptions(OptionPart):
         return self.swap_space is None or self.swap_space > 0
 
     @model_validator(mode="after")
-    def _host_cache_has_a_source_and_a_place(self) -> Self:
+    def _caches_have_a_source_and_a_place(self) -> Self:
+        if self.shared_prefix and not self.enable_prefix_caching:
+            raise ValueError(
+                f"shared_prefix ({', '.join(self.shared_prefix)}) needs enable_prefix_caching, which is off"
+            )
         if self.host_prefix_cache and not self.enable_prefix_caching:
             raise ValueError("host_prefix_cache needs enable_prefix_caching: it holds the blocks that this one caches")
         if self.host_prefix_cache and not self.has_swap_space:
@@ -249,14 +251,11 @@ class DeviceOptions(OptionPart):
         "bit for bit the same in any batch, at some cost in speed. On a CPU they always are.",
     )
     enforce_eager: bool = Field(False, description="On a GPU: launch every kernel anew, without captured CUDA graphs.")
-    graph_capture: Literal["lazy", "start"] = Field(
+    graph_capture: GraphCapture = Field(
         "lazy",
-        description="On a GPU: capture the graph of a decode batch size when it is first met, or all of them at start.",
-    )
-    cudagraph_capture_sizes: Sizes | None = Field(
-        None,
-        description="On a GPU: decode batch sizes that have a CUDA graph (1,2,4,8), each for the batches up to it; "
-        "larger batches run without. Default: 1, 2, 4, then every 8th and further apart up to max_num_seqs.",
+        description="On a GPU: which decode batch sizes have a CUDA graph, each for the batches up to it, and when it "
+        "is captured. lazy: 1, 2, 4, then every 8th and further apart up to max_num_seqs, when one is first met; "
+        "start: all of these at start; 1,2,4,8: these sizes, when one is first met, and larger batches run without.",
     )
     time_kernels: bool = Field(
         False, description="Time every kernel call, so that a step's share of time outside kernels is known."
@@ -269,15 +268,25 @@ class DeviceOptions(OptionPart):
     )
     log_stats_interval: float | None = Field(
         None,
-        gt=0,
+        ge=0,
         allow_inf_nan=False,
         description="Seconds between two status lines in the log (logger octavo, level info) while the engine is busy: "
-        "requests, tokens a second, KV cache, prefix hits; default: none, except for octavo serve (status_interval).",
+        "requests, tokens a second, KV cache, prefix hits; 0: none. Default: none, but 5 for octavo serve.",
     )
     pin_threads: bool = Field(
         False,
         description="Keep each CPU thread that computes on a core of its own; for machines with nothing else to do.",
     )
+
+    @field_validator("graph_capture", mode="before")
+    @classmethod
+    def _no_sizes_are_the_default(cls, value: object) -> object:
+        return "lazy" if value is None else value
+
+    @property
+    def graph_sizes(self) -> list[int] | None:
+        """The batch sizes that ``graph_capture`` names, if it does."""
+        return self.graph_capture if isinstance(self.graph_capture, list) else None
 
 
 class ParallelOptions(OptionPart):

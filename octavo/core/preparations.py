@@ -25,7 +25,7 @@ class Preparation(msgspec.Struct, frozen=True, array_like=True):
 
     #: A name of ``KINDS``.
     kind: str
-    #: Digest of its content, and of all else that it depends on: two requests with one key share it.
+    #: Digest of its content, of its kind, and of all else that it depends on: two requests with one key share it.
     key: str
     #: What the kind's ``Preparer`` makes it of, or where that is to be read.
     payload: bytes

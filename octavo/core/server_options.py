@@ -150,7 +150,6 @@ class ServerOptions(BaseModel):
     log_file: FilePath = Field(None, description="File that log lines are appended to; default: standard error.")
     log_requests: bool = Field(True, description="Log a line for each HTTP request.")
     log_prompts: bool = Field(False, description="Log prompts too (their first characters).")
-    status_interval: float = Field(5.0, ge=0, description="Seconds between two status lines while busy; 0: none.")
     unknown_fields: Literal["refuse", "ignore"] = Field(
         "refuse",
         description="What becomes of a request with a field that is unknown here: refused with 400, as OpenAI's API "

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class GroupState(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -156,43 +159,29 @@ class StepStats(SchedulerState, frozen=True, array_like=True, gc=False):  # type
 
 def sum_stats(replicas: list[SchedulerStats]) -> SchedulerStats:
     """The statistics of several engine cores together."""
-    total = SchedulerStats()
-    for name in SchedulerStats.__struct_fields__:
-        if name not in ("groups", "adapters", "speculation"):
-            setattr(total, name, sum(getattr(replica, name) for replica in replicas))
+    total = _sum(replicas)
     total.groups = [sum_groups(groups) for groups in zip(*(replica.groups for replica in replicas), strict=True)]
-    total.adapters = _sum_adapters([replica.adapters for replica in replicas if replica.adapters is not None])
-    total.speculation = _sum_speculation([r.speculation for r in replicas if r.speculation is not None])
+    adapters = [replica.adapters for replica in replicas if replica.adapters is not None]
+    if adapters:
+        total.adapters = _sum(adapters)
+        total.adapters.longest_seconds = max(replica.longest_seconds for replica in adapters)
+    speculation = [replica.speculation for replica in replicas if replica.speculation is not None]
+    if speculation:
+        total.speculation = _sum(speculation)
+        positions = zip(*(replica.accepted_per_position for replica in speculation), strict=True)
+        total.speculation.accepted_per_position = [*map(sum, positions)]
     return total
 
 
-def _sum_speculation(replicas: list[SpeculationStats]) -> SpeculationStats | None:
-    if not replicas:
-        return None
-    total = SpeculationStats()
-    for name in ("drafts", "draft_tokens", "accepted_tokens", "failures"):
-        setattr(total, name, sum(getattr(replica, name) for replica in replicas))
-    total.accepted_per_position = [
-        sum(counts) for counts in zip(*(r.accepted_per_position for r in replicas), strict=True)
-    ]
-    return total
-
-
-def _sum_adapters(replicas: list[AdapterStats]) -> AdapterStats | None:
-    if not replicas:
-        return None
-    total = AdapterStats()
-    for name in AdapterStats.__struct_fields__:
-        setattr(total, name, sum(getattr(replica, name) for replica in replicas))
-    total.longest_seconds = max(replica.longest_seconds for replica in replicas)
+def _sum(parts: Sequence[S]) -> S:
+    """The sums of the fields that are numbers; the others have their defaults."""
+    total = type(parts[0])()
+    for name in total.__struct_fields__:
+        if isinstance(getattr(total, name), (int, float)):
+            setattr(total, name, sum(getattr(part, name) for part in parts))
     return total
 
 
 def sum_groups(groups: Sequence[GroupState]) -> GroupState:
     """The blocks of several groups together."""
-    first = groups[0]
-    return (
-        first
-        if len(groups) == 1
-        else GroupState(first.window, *map(sum, zip(*(g.counts for g in groups), strict=True)))
-    )
+    return GroupState(groups[0].window, *map(sum, zip(*(group.counts for group in groups), strict=True)))

@@ -52,14 +52,14 @@ class JsonLines(Format):
 
     def answer(self, path: Path, start: int, rows: int, generator: Generator, target: Path) -> int:
         """See ``Format``."""
-        found = [_parse(line) for line in _lines(path, start, rows)]
-        good, columns = [row for row in found if isinstance(row, dict)], generator.columns
-        for given in good:
-            columns.check([columns.prompt, *given])  # a row without a prompt fails alone
-        answers = iter(generator.answer([given.get(columns.prompt) for given in good]))
+        parsed = [_parse(line) for line in _lines(path, start, rows)]
+        good, columns = [row for row in parsed if isinstance(row, dict)], generator.columns
+        for fields in good:
+            columns.check([columns.prompt, *fields])  # a row without a prompt fails alone
+        answers = iter(generator.answer([fields.get(columns.prompt) for fields in good]))
         failed = 0
         with target.open("wb") as stream:
-            for row in found:
+            for row in parsed:
                 if isinstance(row, str):
                     line: dict[str, Any] = {columns.output: None, columns.error: row}
                 else:
@@ -119,20 +119,20 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], str]:
     Raises:
         ConfigError: there is none, one is of another format, or they are of several.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found += sorted(child for child in path.iterdir() if child.suffix in FORMATS and child.name[0] not in "._")
+            files += sorted(child for child in path.iterdir() if child.suffix in FORMATS and child.name[0] not in "._")
         elif path.is_file():
-            found.append(path)
+            files.append(path)
         else:
             raise ConfigError(f"there is no file or folder {path}")
-    suffixes = {path.suffix for path in found}
+    suffixes = {path.suffix for path in files}
     if len(suffixes) != 1 or not suffixes <= FORMATS.keys():
         raise ConfigError(
             f"the input must be files of one format ({', '.join(FORMATS)}), not {sorted(suffixes) or 'none at all'}"
         )
-    return found, suffixes.pop()
+    return files, suffixes.pop()
 
 
 def _lines(path: Path, offset: int, count: int) -> Iterator[bytes]:

@@ -89,8 +89,8 @@ def run(
     ray_data = import_ray()
     config = make_engine_config(model, engine_options)
     params, columns = sampling_params or SamplingParams(), Columns(prompt_column, output_column)
-    given = [input_path] if isinstance(input_path, (str, Path)) else list(input_path)
-    files, suffix = find_files([Path(path).resolve() for path in given])
+    paths = [input_path] if isinstance(input_path, (str, Path)) else list(input_path)
+    files, suffix = find_files([Path(path).resolve() for path in paths])
     parts = _cut(files, suffix, batch_size)
     folder = Path(output_path).resolve()
     _prepare(folder, _describe(files, config.model, params, columns, batch_size))
@@ -175,19 +175,19 @@ def _prepare(folder: Path, description: bytes) -> None:
     Raises:
         ConfigError: it holds parts of something else, or cannot be written.
     """
-    known = folder / DESCRIPTION
+    description_file = folder / DESCRIPTION
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{_UNFINISHED}*"):
             left.unlink(missing_ok=True)
-        if not known.exists():
+        if not description_file.exists():
             if any(folder.glob("part-*")):
                 raise ConfigError(f"{folder} holds parts of an unknown run; name another output_path")
             temporary = folder / f"{_UNFINISHED}{uuid.uuid4().hex}"
             temporary.write_bytes(description)
-            _publish(temporary, known)
+            _publish(temporary, description_file)
             return
-        there = known.read_bytes()
+        there = description_file.read_bytes()
     except OSError as e:
         raise ConfigError(f"cannot write to {folder}: {e.strerror}") from None
     if there != description:

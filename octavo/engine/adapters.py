@@ -148,18 +148,18 @@ class AdapterRegistry:
             AdapterConflictError: name or number are taken, or there are too many adapters.
         """
         name, number, path = request.lora_name, request.lora_int_id, os.fspath(request.lora_path or ref.path)
-        known = self.get(name)
-        if known is not None:
-            if known.ref.key == ref.key:
-                known.path = path  # a copy of it, or the same place written otherwise
+        adapter = self.get(name)
+        if adapter is not None:
+            if adapter.ref.key == ref.key:
+                adapter.path = path  # a copy of it, or the same place written otherwise
                 return False
             if not in_place:
                 raise AdapterConflictError(
                     f"there is an adapter {name!r} already, with other content; unload it first, replace it with "
                     "load_inplace, or choose another name"
                 )
-            self._unpin(known)
-            known.ref, known.path = ref, path
+            self._unpin(adapter)
+            adapter.ref, adapter.path = ref, path
             return True
         if number in self._by_number:
             raise AdapterConflictError(f"lora_int_id {number} is that of adapter {self._by_number[number]!r}")
@@ -292,7 +292,7 @@ def make_registry(options: EngineConfig, config: ModelConfig) -> AdapterRegistry
         return VirtualTokenSizes.of(config)
 
     def check(name: str, path: str) -> AdapterRef:
-        from octavo.loader.adapters.check import check_adapter
+        from octavo.loader.adapters.adapter_files import check_adapter
         from octavo.loader.adapters.prompt import check_prompt_adapter, is_prompt_adapter
 
         if is_prompt_adapter(path):
@@ -307,12 +307,12 @@ def make_registry(options: EngineConfig, config: ModelConfig) -> AdapterRegistry
 def _expected(request: LoRARequest, ref: AdapterRef) -> AdapterRef:
     """Refuses an adapter that is not what a ``PromptAdapterRequest`` says."""
     if isinstance(request, PromptAdapterRequest):
-        wanted, found = request.num_virtual_tokens, ref.num_virtual_tokens
-        if not found:
+        expected, actual = request.num_virtual_tokens, ref.num_virtual_tokens
+        if not actual:
             raise AdapterError(f"adapter {ref.name!r} is one of LoRA: name it by a LoRARequest in lora_request")
-        if wanted not in (None, found):
+        if expected not in (None, actual):
             raise AdapterError(
-                f"adapter {ref.name!r} has {found} virtual tokens, not {wanted} (prompt_adapter_num_virtual_tokens)"
+                f"adapter {ref.name!r} has {actual} virtual tokens, not {expected} (prompt_adapter_num_virtual_tokens)"
             )
     return ref
 

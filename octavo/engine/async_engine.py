@@ -141,7 +141,7 @@ class AsyncEngine:
         try:
             files = await asyncio.to_thread(find_model, config, partial(loop.call_soon_threadsafe, start))
             if config.enable_lora:  # what checks adapters, so that the first one holds up no request
-                await asyncio.to_thread(importlib.import_module, "octavo.loader.adapters.check")
+                await asyncio.to_thread(importlib.import_module, "octavo.loader.adapters.adapter_files")
             ready = await replicas.ready()
         except BaseException:
             await replicas.kill()
@@ -235,7 +235,7 @@ class AsyncEngine:
         try:
             self._replicas.add(request.source.group, replica)
         except OctavoError:
-            self.front_end.discard(request)
+            self.front_end.outputs.discard(request)
             raise
         stream = self._streams[request.request_id] = RequestStream(request, self._abandon)
         self._queued.add(request.group_id, len(request.source.prompt_token_ids))
@@ -257,7 +257,7 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its stream gives its last output. Nothing happens if it is not open."""
-        request = self.front_end.abort(request_id) if self._loaded else None
+        request = self.front_end.outputs.abort(request_id) if self._loaded else None
         if request is not None:
             self._replicas.send(request.group_id, Abort(request.group_id))
             self._notify(request)
@@ -267,7 +267,7 @@ class AsyncEngine:
         stream = self._streams.get(request.request_id)
         if stream is not None and stream.request is request:  # else it has ended, and its id may be in use again
             self._replicas.send(request.group_id, Abort(request.group_id))
-            self.front_end.discard(request)
+            self.front_end.outputs.discard(request)
             self._forget(request)
 
     def _forget(self, request: RequestState) -> RequestStream:
@@ -285,7 +285,7 @@ class AsyncEngine:
         for admission in step.outputs.admissions:
             self._queued.remove(admission.group_id)
         for part in _parts(step.outputs):
-            ready, stopped = self.front_end.receive(part)
+            ready, stopped = self.front_end.outputs.process(part)
             for group_id, index in stopped:
                 self._replicas.send(group_id, Stop(group_id, index))
             for request in ready:
@@ -307,7 +307,7 @@ class AsyncEngine:
                 self._queued.add(group.group_id, len(group.prompt_token_ids))
                 self._replicas.add(group)
             else:
-                self.front_end.discard(request)
+                self.front_end.outputs.discard(request)
                 self._forget(request).fail(error)
 
     def _die(self, error: OctavoError) -> None:
@@ -315,7 +315,7 @@ class AsyncEngine:
         self._error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
         logger.critical("%s", self._error)
         for stream in list(self._streams.values()):
-            self.front_end.discard(stream.request)
+            self.front_end.outputs.discard(stream.request)
             self._forget(stream.request).fail(self._error)
         self.died.set()
 

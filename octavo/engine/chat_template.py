@@ -1,30 +1,17 @@
-"""Chat messages to the text a model was trained on, by the template that comes with the model.
-
-Templates are programs from strangers: they run in jinja2's sandbox, see plain data only, and their output is bounded.
-"""
+"""Chat messages to the text a model was trained on, by the template that comes with the model."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
-
-import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+from typing import Any
 
 from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError
+from octavo.engine.template_program import ExpressionError, template_variables, written
 from octavo.engine.tool_messages import CallFormat, fit_tools
 
-#: Longest text that a template may write, in characters.
-MAX_RENDERED = 16 << 20
 #: Written after a message that is to be continued, to find its end in what the template writes.
 _END = "END_OF_CONTINUED_MESSAGE "
 
@@ -98,17 +85,7 @@ def choose_template(templates: Mapping[str, str], wanted: str | None, *, has_too
     )
 
 
-def render_chat(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    /,
-    *,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    call_format: CallFormat | None = None,
-    **variables: Any,
-) -> str:
+def render_chat(template: str, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
     """Runs a template over messages.
 
     With a ``call_format``, tools, calls and results become text of messages where the template has no place for them.
@@ -117,19 +94,17 @@ def render_chat(
         template: its text.
         messages: each with ``role`` and ``content``: a text, or a list of ``{"type": "text", "text": ...}`` parts,
             which are joined with line breaks.
-        add_generation_prompt: ends with what opens the assistant's answer.
-        continue_final_message: ends with the last message's text instead of what closes it, so that it is continued.
-        tools: JSON schemas of callable tools.
-        call_format: how the model writes calls; see ``fit_tools``.
-        variables: further names that the template may use.
+        options: ``add_generation_prompt`` (default true): ends with what opens the assistant's answer.
+            ``continue_final_message`` (false): ends with the last message's text instead of what closes it, so that it
+            is continued. ``tools``: JSON schemas of callable tools. ``call_format``: how the model writes calls; see
+            ``fit_tools``. Others are further names that the template may use.
 
     Raises:
         InvalidRequestError: a message is malformed, the options contradict each other, or the template refuses the
             conversation; with its own words.
         TokenizerError: the template is not valid, or does what a template must not.
     """
-    given = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-    return _render(template, list(_checked(messages)), **given, tools=tools, call_format=call_format, **variables)
+    return _render(template, list(_checked(messages)), **options)
 
 
 def _checked(messages: object) -> list[_Message]:
@@ -234,41 +209,6 @@ class _Message(dict[str, Any]):
         return self._all()
 
 
-class _ExpressionError(InvalidRequestError):
-    """An expression of the template failed."""
-
-
-def _written(template: str, values: Mapping[str, Any]) -> str:
-    """What a template writes."""
-    compiled = _compiled(template)
-    pieces: list[str] = []
-    length = 0
-    try:
-        for piece in compiled.generate(values):
-            length += len(piece)
-            if length > MAX_RENDERED:
-                raise InvalidRequestError(f"the chat template writes more than {MAX_RENDERED} characters")
-            pieces.append(piece)
-    except InvalidRequestError:
-        raise
-    except jinja2.exceptions.SecurityError as e:
-        raise TokenizerError(f"the chat template was stopped: {e}") from e
-    except Exception as e:  # an expression of the template may raise anything
-        raise _ExpressionError(f"the chat template refuses this conversation: {str(e) or type(e).__name__}") from e
-    return "".join(pieces)
-
-
-@functools.lru_cache(maxsize=32)
-def template_variables(template: str) -> frozenset[str]:
-    """Names that a template reads and does not set itself.
-
-    Raises:
-        TokenizerError: the template is not valid.
-    """
-    _compiled(template)
-    return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(template)))
-
-
 def _listed(name: str, value: object) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
         raise InvalidRequestError(f"{name} must be a list, not {type(value).__name__}")
@@ -343,9 +283,9 @@ def _first_written(template: str, values: Mapping[str, Any], messages: list[dict
             function["arguments"] = argument
         for message in without if has_content else []:
             message["content"] = ""
-        with contextlib.suppress(_ExpressionError):
-            return _written(template, values)
-    return _written(template, values)
+        with contextlib.suppress(ExpressionError):
+            return written(template, values)
+    return written(template, values)
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
@@ -359,66 +299,3 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v, where, depth + 1) for v in value]
     raise InvalidRequestError(f"{where} may hold only JSON values, not {type(value).__name__}")
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, with a bound also on what one expression can make."""
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and not (abs(left) <= 2**32 and abs(right) <= 64):
-            raise jinja2.exceptions.SecurityError("power out of bounds")
-        for many, times in ((left, right), (right, left)):
-            if isinstance(many, (str, list, tuple)) and isinstance(times, int) and len(many) * times > MAX_RENDERED:
-                raise jinja2.exceptions.SecurityError("repetition out of bounds")
-        return super().call_binop(context, operator, left, right)
-
-
-class _Generation(jinja2.ext.Extension):
-    """``{% generation %}``, which marks the assistant's text for training: here its body, nothing more."""
-
-    tags = {"generation"}  # noqa: RUF012 (as the base class has it)
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-@functools.lru_cache(maxsize=32)
-def _compiled(template: str) -> jinja2.Template:
-    try:
-        return _environment().from_string(template)
-    except jinja2.exceptions.TemplateSyntaxError as e:
-        raise TokenizerError(f"the chat template is not valid jinja: line {e.lineno}: {e.message}") from e
-    except RecursionError:
-        raise TokenizerError("the chat template is nested too deeply") from None
-
-
-@functools.cache
-def _environment() -> _Sandbox:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """jinja2's own filter writes HTML escapes, which no model has seen."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)

@@ -25,8 +25,8 @@ from octavo.executor.external import without_clock
 from octavo.executor.factory import make_executor
 from octavo.kernels import resolve_device
 from octavo.memory.block_manager import BlockManager
-from octavo.models.config import read_model_config
-from octavo.models.sizes import num_parameters, outline
+from octavo.models.config_files import read_model_config
+from octavo.models.sizes import build_without_weights, num_parameters
 from octavo.scheduler.policies import load_policy
 from octavo.scheduler.preparations import Preparations
 from octavo.scheduler.scheduler import Scheduler
@@ -91,7 +91,7 @@ class EngineCore(StepLoop):
         self.startup = StartupFacts(
             model=options.model,
             architecture=self.model_config.architecture,
-            parameters=num_parameters(outline(self.model_config, self.dtype)),
+            parameters=num_parameters(build_without_weights(self.model_config, self.dtype)),
             dtype=self.dtype,
             checkpoint_quantization=checkpoint.name if checkpoint else None,
             kv_cache_dtype=self.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
+from octavo.core.sampling_params import SamplingParams
 from octavo.engine.text_stream import TextStream
 from octavo.engine.tokenizer import Tokenizer
 
@@ -21,36 +21,25 @@ class IncrementalDetokenizer:
         self,
         tokenizer: Tokenizer,
         prompt_token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool = True,
+        params: SamplingParams,
         visible_tokens: frozenset[int] = frozenset(),
-        stop: Sequence[str] = (),
-        include_stop_str_in_output: bool = False,
-        min_tokens: int = 0,
     ) -> None:
-        """An output of no tokens after ``prompt_token_ids``.
+        """An output of no tokens after ``prompt_token_ids``, which tell whether it begins a text or continues one.
 
-        Args:
-            tokenizer: the model's.
-            prompt_token_ids: they tell whether the output begins a text or continues one.
-            skip_special_tokens: leaves special tokens out of the text.
-            visible_tokens: special tokens that stay in it all the same.
-            stop: texts that end the output.
-            include_stop_str_in_output: keeps the stop string at the end of the text.
-            min_tokens: a stop string that is complete before so many tokens is ordinary text.
+        ``visible_tokens``: special tokens that stay in the text, even if the parameters say that others do not.
         """
         self._stream = TextStream(
             tokenizer,
             prompt_token_ids,
-            skip_special_tokens=skip_special_tokens,
+            skip_special_tokens=params.skip_special_tokens,
             visible_tokens=visible_tokens,
         )
-        self._searches = [_StopSearch(text) for text in stop]
-        self._keep_stop = include_stop_str_in_output
-        self._min_tokens = min_tokens
-        #: Text that was not taken yet, and its characters.
-        self._pieces: deque[str] = deque()
-        self._length = 0
+        self._searches = [_StopSearch(text) for text in params.stop or ()]
+        self._keep_stop = params.include_stop_str_in_output
+        #: A stop string that is complete before so many tokens is ordinary text.
+        self._min_tokens = params.min_tokens
+        #: Text that was not taken yet.
+        self._pieces: list[str] = []
         self._finished = False
         #: Output tokens seen, without those after a stop string.
         self.num_tokens = 0
@@ -74,28 +63,22 @@ class IncrementalDetokenizer:
     def take_text(self) -> str:
         """The text since the last call that no later token can take back; once the output has ended, all of it."""
         held = 0 if self._finished or self._keep_stop else max((s.matched for s in self._searches), default=0)
-        ready = []
-        while self._length > held:
-            piece = self._pieces.popleft()
-            room = self._length - held
-            if len(piece) > room:
-                self._pieces.appendleft(piece[room:])
-                piece = piece[:room]
-            ready.append(piece)
-            self._length -= len(piece)
-        return "".join(ready)
+        text = "".join(self._pieces)
+        end = len(text) - held
+        self._pieces = [text[end:]]
+        return text[:end]
 
     def _add(self, piece: str) -> str | None:
         if not piece:
             return None
-        found = self._search(piece) if self._searches else None
-        if found is None:
-            self._keep(piece)
+        match = self._search(piece) if self._searches else None
+        if match is None:
+            self._pieces.append(piece)
             return None
-        stop, end = found
-        self._keep(piece[:end])
-        if not self._keep_stop:
-            self._cut(len(stop))
+        stop, end = match
+        self._pieces.append(piece[:end])
+        if not self._keep_stop:  # its characters were held back, so that none of them was taken
+            self._pieces = ["".join(self._pieces)[: -len(stop)]]
         self._finished = True
         return stop
 
@@ -108,15 +91,6 @@ class IncrementalDetokenizer:
             if end and (best is None or (end, -len(search.text)) < (best[1], -len(best[0]))):
                 best = search.text, end
         return best
-
-    def _keep(self, piece: str) -> None:
-        self._pieces.append(piece)
-        self._length += len(piece)
-
-    def _cut(self, characters: int) -> None:
-        """Drops the last characters; they were held back, so none of them was taken."""
-        self._length -= characters
-        self._pieces = deque(["".join(self._pieces)[: self._length]])
 
 
 class _StopSearch:

@@ -9,7 +9,7 @@ from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.core.model_config import ModelConfig
 from octavo.engine.tokenizer import NoTokenizer, Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 
 
 def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) -> None:
@@ -22,43 +22,43 @@ def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) 
         ConfigError: it has another vocabulary; the message names the first difference.
         OctavoError: there is no such model, or it is not supported.
     """
-    given = options.speculative_config
-    if given is None or given.method != "draft_model":
+    draft = options.speculative_config
+    if draft is None or draft.method != "draft_model":
         return
-    assert given.model is not None
+    assert draft.model is not None
     dummy = options.load_format == "dummy"
     try:
-        draft_folder = resolve_model(given.model, revision=given.revision, weights=not dummy)
+        draft_folder = resolve_model(draft.model, revision=draft.revision, weights=not dummy)
     except ModelNotFoundError as e:
         raise ModelNotFoundError(f"speculative_config: {e}") from None
     draft_size = read_model_config(draft_folder).vocab_size
     if draft_folder == folder:
         return
-    own = find_tokenizer(options, folder)
-    drafts = find_tokenizer(options.model_copy(update={"tokenizer": None}), draft_folder)
-    if isinstance(own, NoTokenizer) or isinstance(drafts, NoTokenizer):
+    tokenizer = find_tokenizer(options, folder)
+    draft_tokenizer = find_tokenizer(options.model_copy(update={"tokenizer": None}), draft_folder)
+    if isinstance(tokenizer, NoTokenizer) or isinstance(draft_tokenizer, NoTokenizer):
         difference = None
         if draft_size != config.vocab_size:
             difference = f"{draft_size} tokens instead of {config.vocab_size}"
     else:
-        difference = _difference(own, drafts)
+        difference = _difference(tokenizer, draft_tokenizer)
     if difference is not None:
         raise ConfigError(
-            f"speculative_config: the draft model {given.model!r} has another vocabulary than the model "
+            f"speculative_config: the draft model {draft.model!r} has another vocabulary than the model "
             f"{options.model!r}: {difference}; take one of the same family, or method 'ngram' or 'suffix'"
         )
 
 
-def _difference(own: Tokenizer, drafts: Tokenizer) -> str | None:
+def _difference(model: Tokenizer, drafts: Tokenizer) -> str | None:
     """The first difference of the drafts' vocabulary from the model's own one."""
-    wanted, found = (
+    model_tokens, draft_tokens = (
         {token_id: text for text, token_id in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
-        for tokenizer in (own, drafts)
+        for tokenizer in (model, drafts)
     )
-    for token_id in sorted(wanted.keys() & found.keys()):
-        if wanted[token_id] != found[token_id]:
-            return f"token {token_id} is {found[token_id]!r} instead of {wanted[token_id]!r}"
-    if len(wanted) != len(found):
-        return f"{len(found)} tokens instead of {len(wanted)}"
-    missing = min(wanted.keys() ^ found.keys(), default=None)
+    for token_id in sorted(model_tokens.keys() & draft_tokens.keys()):
+        if model_tokens[token_id] != draft_tokens[token_id]:
+            return f"token {token_id} is {draft_tokens[token_id]!r} instead of {model_tokens[token_id]!r}"
+    if len(model_tokens) != len(draft_tokens):
+        return f"{len(draft_tokens)} tokens instead of {len(model_tokens)}"
+    missing = min(model_tokens.keys() ^ draft_tokens.keys(), default=None)
     return None if missing is None else f"token {missing} is in one of them alone"

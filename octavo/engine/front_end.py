@@ -10,7 +10,6 @@ import msgspec
 
 from octavo.core.adapters import AdapterRef, LoRARequest
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import InvalidRequestError
 from octavo.core.messages import check_sendable
 from octavo.core.prompts import Prompt
@@ -41,9 +40,9 @@ class FrontEnd:
         self._sends = sends
         self.tokenizer = files.tokenizer
         self.inputs = InputProcessor(files, max_model_len)
-        self.outputs = OutputProcessor(files.tokenizer)
         #: The adapters that requests may name.
         self.adapters = make_registry(files.options, files.model_config)
+        self.outputs = OutputProcessor(files.tokenizer, self.adapters.end)
         self.prefixes = SharedPrefixes(files.options, self.inputs)
         #: By name: held while an adapter is read.
         self._adapter_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -116,23 +115,3 @@ class FrontEnd:
         if adapter is not None:
             self.adapters.begin(request.group.group_id, adapter)
         return self.outputs.open(request, streaming=streaming)
-
-    def receive(self, outputs: EngineCoreOutputs) -> tuple[list[RequestState], list[tuple[int, int]]]:
-        """Adds what a step gave; see ``OutputProcessor.process``."""
-        ready, stopped = self.outputs.process(outputs)
-        for request in ready:
-            if request.finished:
-                self.adapters.end(request.group_id)
-        return ready, stopped
-
-    def abort(self, request_id: str) -> RequestState | None:
-        """Ends a request, whose group is still to be ended in the core. None if it is not open."""
-        request = self.outputs.abort(request_id)
-        if request is not None:
-            self.adapters.end(request.group_id)
-        return request
-
-    def discard(self, request: RequestState) -> None:
-        """Closes a request as it is."""
-        self.outputs.discard(request)
-        self.adapters.end(request.group_id)

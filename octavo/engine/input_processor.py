@@ -226,17 +226,17 @@ class InputProcessor:
                     f"policies that do: {names}, or a module:Class that says so"
                 )
 
-    def _max_tokens(self, wanted: int | None, num_prompt_tokens: int, virtual: int) -> int | None:
+    def _max_tokens(self, limit: int | None, num_prompt_tokens: int, virtual: int) -> int | None:
         """``max_tokens`` if the context has room for it after the prompt; one that no caller named is cut to that."""
         room = self.max_model_len - virtual - num_prompt_tokens
-        if isinstance(wanted, DefaultMaxTokens):
-            return min(int(wanted), room)
-        if wanted is not None and wanted > room:
+        if isinstance(limit, DefaultMaxTokens):
+            return min(int(limit), room)
+        if limit is not None and limit > room:
             raise InvalidRequestError(
-                f"max_tokens ({wanted}) does not fit: the prompt has {_counted(num_prompt_tokens, virtual)}, and "
+                f"max_tokens ({limit}) does not fit: the prompt has {_counted(num_prompt_tokens, virtual)}, and "
                 f"prompt and output together may have at most {self.max_model_len}; {room} or None would fit"
             )
-        return wanted
+        return limit
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.detokenize:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -12,17 +13,10 @@ from octavo.core.config_sources import resolve_config
 from octavo.core.errors import AdapterError, ConfigError, InvalidRequestError, OctavoError
 from octavo.core.interrupts import HeldInterrupts
 from octavo.core.metrics import Metric, metrics_of
-from octavo.core.outputs import RequestOutput
+from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.core.prompts import Prompt
 from octavo.core.request_options import RequestOptions, check_one_each, check_request_keywords, options_for_each
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.llm_arguments import (
-    Conversation,
-    as_messages,
-    is_single,
-    refused,
-    template_variables,
-)
 from octavo.engine.llm_engine import LLMEngine
 from octavo.engine.model_files import find_files
 from octavo.engine.progress import Bar, Progress
@@ -31,6 +25,10 @@ from octavo.engine.tokenizer import Tokenizer
 
 #: Seconds between status lines with ``disable_log_stats=False``.
 STATUS_INTERVAL = 10.0
+#: One chat message: {"role": ..., "content": ...}.
+Message = dict[str, Any]
+#: Its messages, or a text or message alone.
+Conversation = Sequence[Message] | Message | str
 Params = SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None
 
 
@@ -124,7 +122,7 @@ class LLM(LLMEngine):
             AdapterError: the adapter of a single prompt cannot be used.
         """
         check_request_keywords("generate", keywords)
-        single = is_single("prompts", prompts, int, "text, token ids, a dictionary or a list of these")
+        single = _is_single("prompts", prompts, int, "text, token ids, a dictionary or a list of these")
         many = [cast(Prompt, prompts)] if single else list(cast("Sequence[Prompt]", prompts))
         options = options_for_each("generate", keywords, len(many))
         return self._run([(p, None) for p in many], sampling_params, use_tqdm, options, single)
@@ -186,7 +184,7 @@ class LLM(LLMEngine):
             TokenizerError: the template is not valid.
         """
         check_request_keywords("chat", keywords)
-        single = is_single("messages", messages, dict, "a text, messages or a list of conversations")
+        single = _is_single("messages", messages, dict, "a text, messages or a list of conversations")
         conversations = [cast("Conversation", messages)] if single else list(cast("Sequence[Conversation]", messages))
         options = {
             "add_generation_prompt": add_generation_prompt,
@@ -194,11 +192,11 @@ class LLM(LLMEngine):
             "tools": tools,
             "chat_template": chat_template,
         }
-        variables = template_variables(chat_template_kwargs, options)
+        variables = _template_variables(chat_template_kwargs, options)
         rendered: list[tuple[Prompt, OctavoError | None]] = []
         for conversation in conversations:
             try:
-                ids = self.tokenizer.encode_chat(as_messages(conversation), **options, **variables)
+                ids = self.tokenizer.encode_chat(_as_messages(conversation), **options, **variables)
                 rendered.append((ids, None))
             except InvalidRequestError as e:
                 rendered.append(([], e))
@@ -229,26 +227,26 @@ class LLM(LLMEngine):
         options: list[RequestOptions],
         single: bool,
     ) -> list[RequestOutput]:
-        given = sampling_params or self.get_default_sampling_params()
-        if isinstance(given, (SamplingParams, BeamSearchParams)):
-            given = [given] * len(prompts)
-        check_one_each("sampling_params", given, len(prompts))
+        params_of_each = sampling_params or self.get_default_sampling_params()
+        if isinstance(params_of_each, (SamplingParams, BeamSearchParams)):
+            params_of_each = [params_of_each] * len(prompts)
+        check_one_each("sampling_params", params_of_each, len(prompts))
         outputs: dict[str, RequestOutput] = {}
         order = []
         with HeldInterrupts() as interrupts:
             try:
-                for (prompt, error), params, said in zip(prompts, given, options, strict=True):
+                for (prompt, error), params, request_options in zip(prompts, params_of_each, options, strict=True):
                     interrupts.deliver()
                     request_id = str(next(self._ids))
                     order.append(request_id)
                     try:
                         if error is not None:
                             raise error
-                        self.add_request(request_id, prompt, params, said, streaming=False)
+                        self.add_request(request_id, prompt, params, request_options, streaming=False)
                     except (InvalidRequestError, AdapterError) as e:
                         if single:
                             raise
-                        outputs[request_id] = refused(request_id, prompt, e)
+                        outputs[request_id] = _refused(request_id, prompt, e)
                 self._finish_all(outputs, len(order), use_tqdm, interrupts)
             finally:  # an interrupt leaves nothing behind
                 for request_id in order:
@@ -265,3 +263,49 @@ class LLM(LLMEngine):
                 for output in self.step():
                     outputs[output.request_id] = output
                     progress.add(output)
+
+
+def _is_single(name: str, value: object, first: type, forms: str) -> bool:
+    """Whether this is one prompt or conversation, and not a list of them; ``first``: the type of what one begins with.
+
+    Raises:
+        InvalidRequestError: it is neither; ``forms`` are what it may be.
+    """
+    if isinstance(value, (str, dict)):
+        return True
+    if isinstance(value, (list, tuple)):
+        return bool(value) and isinstance(value[0], first)
+    raise InvalidRequestError(f"{name} must be {forms}, not {value!r}")
+
+
+def _as_messages(conversation: Conversation) -> Sequence[Message]:
+    """The messages of a conversation in any of its forms."""
+    if isinstance(conversation, str):
+        return [{"role": "user", "content": conversation}]
+    return [conversation] if isinstance(conversation, dict) else conversation
+
+
+def _template_variables(variables: Mapping[str, Any] | None, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``chat_template_kwargs``, if no name among them is one of the arguments."""
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping):
+        raise InvalidRequestError(f"chat_template_kwargs must be a dictionary, not {variables!r}")
+    for name in variables:
+        if name in options or name in ("messages", "template", "tokenize"):
+            raise InvalidRequestError(f"chat_template_kwargs must not hold {name!r}, which is an argument of its own")
+    return variables
+
+
+def _refused(request_id: str, prompt: Any, error: OctavoError) -> RequestOutput:
+    """The output of a request that was refused."""
+    now = time.monotonic()
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt if isinstance(prompt, str) else None
+    return RequestOutput(
+        request_id=request_id,
+        prompt=text,
+        prompt_token_ids=list(prompt) if isinstance(prompt, (list, tuple)) else [],
+        outputs=[CompletionOutput(0, finish_reason="error", error=str(error))],
+        finished=True,
+        metrics=RequestMetrics(arrival_time=now, finished_time=now),
+    )

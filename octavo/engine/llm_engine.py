@@ -114,7 +114,7 @@ class LLMEngine:
         else:
             outputs, stats = self._meter.step()
             log_stats(self._stat_loggers, stats)
-        ready, stopped = self.front_end.receive(outputs)
+        ready, stopped = self.front_end.outputs.process(outputs)
         for group_id, index in stopped:
             self.core.stop(group_id, index)
         return [request.take() for request in ready]
@@ -122,7 +122,7 @@ class LLMEngine:
     @holding_interrupts
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request at once and frees all it holds: its last output, or None if it is not open."""
-        request = self.front_end.abort(request_id)
+        request = self.front_end.outputs.abort(request_id)
         if request is None:
             return None
         self.core.abort(request.group_id)

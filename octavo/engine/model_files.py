@@ -14,7 +14,7 @@ from octavo.core.model_config import ModelConfig
 from octavo.engine.chat_template import read_chat_template
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
-from octavo.models.config import default_sampling, read_model_config
+from octavo.models.config_files import default_sampling, read_model_config
 from octavo.scheduler.policies import policy_class
 
 

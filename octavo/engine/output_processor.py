@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.engine_outputs import AdmissionStats, EngineCoreOutputs, GroupOutput, SequenceOutput
+from octavo.core.engine_outputs import AdmissionStats, DraftStats, EngineCoreOutputs, GroupOutput, SequenceOutput
 from octavo.core.errors import InvalidRequestError
 from octavo.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from octavo.core.plan import PositionLogprobs, SequenceResult
@@ -52,6 +53,8 @@ class RequestState:
     streaming: bool
     completions: list[_Completion] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    #: What is in ``metrics`` from the next ``take`` on: drafts so far, and when the last token came.
+    drafts: DraftStats | None = None
     last_token_time: float | None = None
 
     @property
@@ -81,6 +84,9 @@ class RequestState:
         """
         finished, prompt_token_ids = self.finished, self.source.prompt_token_ids
         outputs = [c.take() for c in self.completions]
+        if (drafts := self.drafts) is not None:
+            drafted, accepted, self.drafts = drafts.num_draft_tokens, drafts.num_accepted_tokens, None
+            self.metrics = replace(self.metrics, num_draft_tokens=drafted, num_accepted_draft_tokens=accepted)
         output = RequestOutput(
             request_id=self.source.request_id,
             prompt=self.source.prompt,
@@ -105,7 +111,9 @@ class RequestState:
 class OutputProcessor:
     """Owns the open requests' outputs. Invariant: a request is open until each of its completions has ended."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, on_end: Callable[[int], object] = lambda group_id: None) -> None:
+        """``on_end`` is called with the group of each request that has ended, in whichever way."""
+        self._on_end = on_end
         self._tokenizer = tokenizer
         self._requests: dict[str, RequestState] = {}
         self._groups: dict[int, RequestState] = {}
@@ -150,15 +158,7 @@ class OutputProcessor:
         return request
 
     def _detokenizer(self, source: ProcessedRequest, params: SamplingParams) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(
-            self._tokenizer,
-            source.prompt_token_ids,
-            skip_special_tokens=params.skip_special_tokens,
-            visible_tokens=source.visible_tokens,
-            stop=list(params.stop or ()),
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
+        return IncrementalDetokenizer(self._tokenizer, source.prompt_token_ids, params, source.visible_tokens)
 
     def process(self, step: EngineCoreOutputs) -> tuple[list[RequestState], list[tuple[int, int]]]:
         """Adds a step: the requests with an output to take, and the sequences (group, index) ended by a stop text."""
@@ -172,11 +172,7 @@ class OutputProcessor:
         for drafts in step.drafts:
             request = self._groups.get(drafts.group_id)
             if request is not None:
-                request.metrics = replace(
-                    request.metrics,
-                    num_draft_tokens=drafts.num_draft_tokens,
-                    num_accepted_draft_tokens=drafts.num_accepted_tokens,
-                )
+                request.drafts = drafts
         for update in step.sequences:
             request = self._groups.get(update.group_id)
             if request is None:
@@ -219,13 +215,13 @@ class OutputProcessor:
 
     def reopen(self, request: RequestState) -> RequestState:
         """Begins an open request anew, as if nothing of it had been computed."""
-        self.discard(request)
         return self.open(request.source, streaming=request.streaming)
 
     def discard(self, request: RequestState) -> None:
         """Closes a request as it is; output not yet taken stays in it."""
         del self._requests[request.request_id]
         del self._groups[request.group_id]
+        self._on_end(request.group_id)
 
     def _close(self, request: RequestState, now: float) -> None:
         request.metrics = replace(request.metrics, last_token_time=request.last_token_time, finished_time=now)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
-from octavo.engine.chat_template import render_and_read, template_variables
+from octavo.engine.chat_template import render_and_read
+from octavo.engine.template_program import template_variables
 from octavo.engine.tool_messages import CallFormat
 from octavo.sandbox.pool import Sandbox
 from octavo.sandbox.process import Answer, Call

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from octavo.core.config import EngineConfig
-from octavo.core.stats import StepStats
+from octavo.core.stats import SpeculationStats, StepStats
 
 logger = logging.getLogger("octavo")
 
@@ -27,7 +27,7 @@ class StatLogger(Protocol):
 
 def make_stat_loggers(options: EngineConfig, loggers: Iterable[StatLogger] = ()) -> list[StatLogger]:
     """These loggers, and the status line that the options ask for."""
-    status = [] if options.log_stats_interval is None else [StatusLine(options.log_stats_interval)]
+    status = [StatusLine(options.log_stats_interval)] if options.log_stats_interval else []
     return [*loggers, *status]
 
 
@@ -53,10 +53,8 @@ class StatusLine:
         self._idle = True
         self._since = 0.0
         self._prefill = self._decode = 0
-        #: Totals at the last line: prompt tokens looked up in the prefix cache, and found.
-        self._queried = self._hits = 0
-        #: Totals at the last line: drafts, their tokens, and those of them that were accepted.
-        self._drafts = (0, 0, 0)
+        #: At the last line, as ``_totals`` gives them.
+        self._last = (0, 0, 0, 0, 0)
 
     def log(self, stats: StepStats) -> None:
         """Adds a step; microseconds unless a line is due."""
@@ -74,30 +72,24 @@ class StatusLine:
             logger.info("%s", self._line(stats, now - self._since))
             self._since = now
             self._prefill = self._decode = 0
-            self._queried, self._hits = stats.prefix_queried_tokens, stats.prefix_hit_tokens
-            self._drafts = _drafts_of(stats)
+            self._last = _totals(stats)
 
     def _line(self, stats: StepStats, seconds: float) -> str:
-        queried = stats.prefix_queried_tokens - self._queried
-        hits = stats.prefix_hit_tokens - self._hits
+        since = [now - last for now, last in zip(_totals(stats), self._last, strict=True)]
+        queried, hits, drafts, draft_tokens, accepted = since
+        share = f"{accepted / draft_tokens:.1%}, {1 + accepted / drafts:.2f} tokens a draft" if drafts else "-"
         swapped = f", {stats.num_swapped} swapped" if stats.num_swapped else ""
         return (
             f"{stats.num_running} running, {stats.num_waiting} waiting{swapped}; "
             f"prompts {self._prefill / seconds:.1f} tokens/s, output {self._decode / seconds:.1f} tokens/s; "
             f"KV cache {stats.kv_cache_usage:.1%} used; "
             f"prefix hits {f'{hits / queried:.1%}' if queried else '-'}"
-            f"{self._acceptance(stats)}"
+            f"{'' if stats.speculation is None else f'; drafts accepted {share}'}"
         )
 
-    def _acceptance(self, stats: StepStats) -> str:
-        """Share of the draft tokens that were accepted, and tokens that a draft gave, the one after it included."""
-        if stats.speculation is None:
-            return ""
-        drafts, tokens, accepted = (now - last for now, last in zip(_drafts_of(stats), self._drafts, strict=True))
-        found = f"{accepted / tokens:.1%}, {1 + accepted / drafts:.2f} tokens a draft" if drafts else "-"
-        return f"; drafts accepted {found}"
 
-
-def _drafts_of(stats: StepStats) -> tuple[int, int, int]:
-    found = stats.speculation
-    return (0, 0, 0) if found is None else (found.drafts, found.draft_tokens, found.accepted_tokens)
+def _totals(stats: StepStats) -> tuple[int, int, int, int, int]:
+    """Prompt tokens looked up in the prefix cache and found; drafts, their tokens, and those that were accepted."""
+    drafts = stats.speculation or SpeculationStats()
+    cache = stats.prefix_queried_tokens, stats.prefix_hit_tokens
+    return *cache, drafts.drafts, drafts.draft_tokens, drafts.accepted_tokens

@@ -43,14 +43,6 @@ class StepMeter:
         computed = (counts.prefill_tokens, counts.decode_tokens, times.worker, times.kernels)
         prefill, decode, worker, kernels = (now - before for now, before in zip(computed, self._computed, strict=True))
         self._computed = computed
-        fields = (
-            *_state_of(counts),
-            seconds,
-            worker,
-            kernels,
-            between_seconds,
-            int(prefill),
-            int(decode),
-            self._replica,
-        )
+        computed_now = seconds, worker, kernels, between_seconds, int(prefill), int(decode)
+        fields = *_state_of(counts), *computed_now, self._replica
         return StepStats(*fields)

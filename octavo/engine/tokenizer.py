@@ -15,7 +15,7 @@ from octavo.engine.fill_in_middle import find_fill_in_middle, no_fill_in_middle
 from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
 from octavo.loader.tokenizer_backend import complete_backend, load_backend, named_tokens
 from octavo.loader.tokenizer_files import tokenizer_files
-from octavo.models.config import check_architecture
+from octavo.models.config_files import check_architecture
 
 if TYPE_CHECKING:
     from octavo.core.config import EngineConfig

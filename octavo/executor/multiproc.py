@@ -88,7 +88,7 @@ class MultiprocExecutor(RemoteExecutor):
                 group = _closing(inherited, shared_memory(SharedMemoryCommunicator.bytes_for(size)))
                 for rank in range(stage * size, (stage + 1) * size):
                     made[rank].group = group
-        from octavo.executor.connections import link_slots
+        from octavo.executor.rank_connections import link_slots
 
         floats = options.token_budget * self._spec.model_config().hidden_size
         for rank in range(layout.world_size - size):

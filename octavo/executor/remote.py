@@ -20,10 +20,10 @@ from octavo.core.parallel import ParallelLayout
 from octavo.core.plan import StepPlan, StepResult
 from octavo.executor.broadcast import SLOTS, Broadcast
 from octavo.executor.executor import Executor, PendingStep
-from octavo.executor.pipeline import SampledTokens
 from octavo.executor.rank_check import find_difference
+from octavo.executor.stage_tokens import StageTokens
 from octavo.executor.worker import WorkerSpec, function_name
-from octavo.executor.worker_loop import FAILED, LOG, Call, Failure, Log, Step, WorkerStart
+from octavo.executor.worker_loop import FAILED, LOG, Failure, Log, StepMessage, WorkerCall, WorkerStart
 from octavo.executor.worker_reports import WorkerReports, reports_of
 
 #: Seconds that other workers have to answer a message on which one has failed.
@@ -57,7 +57,7 @@ class RemoteExecutor(Executor):
         self._received = [0] * self._layout.world_size
         self._wanted: set[int] = set()
         self._answers: list[dict[int, tuple[int, bytes]]] = [{} for _ in self._received]
-        self._sampled = SampledTokens(self.num_stages)
+        self._sampled = StageTokens(self.num_stages)
         self._reports = WorkerReports(self._layout.world_size)
         self._lost: EngineDeadError | None = None
         #: Seconds that a step may take.
@@ -82,9 +82,9 @@ class RemoteExecutor(Executor):
     ) -> list[Any]:
         """See ``Executor``."""
         name = method if isinstance(method, str) else function_name(method)
-        return self._call(Call(name, list(args), dict(kwargs or {})), timeout)
+        return self._call(WorkerCall(name, list(args), dict(kwargs or {})), timeout)
 
-    def _call(self, message: Call | WorkerStart, timeout: float | None = None) -> list[Any]:
+    def _call(self, message: WorkerCall | WorkerStart, timeout: float | None = None) -> list[Any]:
         try:
             data = self._encoder.encode(message)
         except (TypeError, ValueError, OverflowError) as e:
@@ -97,7 +97,7 @@ class RemoteExecutor(Executor):
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Sends the plan to all workers."""
-        return _PendingStep(self, self._send(self._encoder.encode(Step(plan, self._sampled.take()))))
+        return _PendingStep(self, self._send(self._encoder.encode(StepMessage(plan, self._sampled.take()))))
 
     def receive_step(self, number: int) -> StepResult:
         """The result of message ``number``, a step."""

@@ -120,7 +120,7 @@ class Worker:
 
     def init_device(self, store: tuple[str, int] | None = None) -> None:
         """Connects the worker with the others; ``store`` is where ``open_store`` has opened it, if it is needed."""
-        from octavo.executor.connections import connect_local, connect_torch
+        from octavo.executor.rank_connections import connect_local, connect_torch
 
         if self._connections is not None:
             self._ranks = connect_local(self.layout, self._connections)

@@ -31,7 +31,7 @@ class WorkerStart(msgspec.Struct, tag=True, array_like=True):
     log_level: int
 
 
-class Step(msgspec.Struct, tag=True, array_like=True):
+class StepMessage(msgspec.Struct, tag=True, array_like=True):
     """Computes a plan."""
 
     plan: StepPlan
@@ -39,7 +39,7 @@ class Step(msgspec.Struct, tag=True, array_like=True):
     sampled: dict[int, list[int]] = {}
 
 
-class Call(msgspec.Struct, tag=True, array_like=True):
+class WorkerCall(msgspec.Struct, tag=True, array_like=True):
     """Calls ``Worker.call``."""
 
     method: str
@@ -47,7 +47,7 @@ class Call(msgspec.Struct, tag=True, array_like=True):
     kwargs: dict[str, Any] = {}
 
 
-Message = WorkerStart | Step | Call
+Message = WorkerStart | StepMessage | WorkerCall
 
 
 class Failure(msgspec.Struct, array_like=True):
@@ -85,7 +85,7 @@ class WorkerLoop:
             while self._queued and not self._receiver.has_next():
                 self._finish_step()
             message = self._decoder.decode(self._receiver.next())
-            if not isinstance(message, Step):
+            if not isinstance(message, StepMessage):
                 while self._queued:
                     self._finish_step()
             try:
@@ -97,11 +97,11 @@ class WorkerLoop:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case Step(plan, sampled):
+            case StepMessage(plan, sampled):
                 self._queued.append(self.worker.runner.submit(plan, None if self._samples else sampled))
                 if self._computes_at_once:
                     self._finish_step()
-            case Call(method, args, kwargs):
+            case WorkerCall(method, args, kwargs):
                 self._answer(DONE, self._encoder.encode(self.worker.call(method, args, kwargs)))
             case WorkerStart():
                 self._start(message)

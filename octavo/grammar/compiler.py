@@ -17,8 +17,7 @@ import msgspec
 from octavo.core.errors import InvalidRequestError
 from octavo.core.stats import GrammarStats
 from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
-from octavo.grammar.check import CheckAnswer, CheckRequest
-from octavo.grammar.digest import digest
+from octavo.grammar.forms import CheckAnswer, CheckRequest, digest
 from octavo.sandbox.pool import Sandbox
 from octavo.sandbox.process import Answer, Call
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from llguidance import LLParserLimits
 
-#: Most texts of a choice.
-MAX_CHOICES = 10_000
 #: Most states of a lexer, of one to two kilobytes each.
 MAX_LEXER_STATES = 50_000
 #: Most symbols of a grammar. A mask's time is bounded by nothing else: it can grow with their square, to half a second

@@ -12,8 +12,9 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.grammar.json_schema import Schema, prepare
-from octavo.grammar.limits import MAX_CHOICES
 
+#: Most texts of a choice.
+MAX_CHOICES = 10_000
 #: How llguidance reads JSON schemas: keywords that it does not know are errors, a value fits exactly one schema of a
 #: ``oneOf``, and texts have one spelling each: with \uXXXX, names of additional properties could be those of others.
 _STRICT = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": 'nrbtf\\"'}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from octavo.core.kv_spec import KVGroup, KVSpec
+from octavo.core.kv_spec import KVSpec, LayerGroup
 
 
 @dataclass(slots=True)
@@ -46,11 +46,11 @@ class CacheKernels(ABC):
         """As ``make_group_cache``, in host memory, for swapped blocks."""
         return self.make_group_cache(spec, layers, blocks, block_size)
 
-    def make_cache(self, groups: Sequence[KVGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
+    def make_cache(self, groups: Sequence[LayerGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
         """The KV cache of all layers, in order, with ``blocks[i]`` blocks for group i."""
         return _in_layer_order(groups, blocks, block_size, self.make_group_cache)
 
-    def make_host_cache(self, groups: Sequence[KVGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
+    def make_host_cache(self, groups: Sequence[LayerGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
         """As ``make_cache``, in host memory, for swapped blocks."""
         return _in_layer_order(groups, blocks, block_size, self.make_host_group_cache)
 
@@ -89,7 +89,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def _in_layer_order(
-    groups: Sequence[KVGroup],
+    groups: Sequence[LayerGroup],
     blocks: Sequence[int],
     block_size: int,
     make: Callable[[KVSpec, int, int, int], list[LayerCache]],

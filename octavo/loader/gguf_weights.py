@@ -25,16 +25,17 @@ from octavo.kernels.gguf_rows import GGUFRows, dequantize
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.loader.gguf_file import GGUFFile, GGUFTensor
 from octavo.loader.gguf_metadata import ROPE_TABLES
-from octavo.models.checkpoint import Entry, Pairs, Permute, Shapes, Transform, halve_pairs, is_transposed
+from octavo.models.checkpoint import CheckpointEntry, Pairs, Permute, Shapes, Transform, halve_pairs, is_transposed
 
-#: Names that the map does not know, of layers those of the first.
+#: Names that the map, or that of an older package, does not know, of layers those of the first.
 _ALIASES = {
+    "model.embed_positions.weight": "position_embd.weight",
     "model.embed_norm.weight": "token_embd_norm.weight",
     "model.embed_norm.bias": "token_embd_norm.bias",
     "model.layers.0.mlp.gate.e_score_correction_bias": "blk.0.exp_probs_b.bias",
 }
-#: Falcon's two norms, which are the other way round.
-_SWAPPED = {"input_layernorm": "post_attention_layernorm", "post_attention_layernorm": "input_layernorm"}
+#: The norms of a Falcon that has two of them, which are the other way round.
+_FALCON_NORMS = {"input_layernorm": "attn_norm_2", "post_attention_layernorm": "attn_norm"}
 #: Matrices that some architectures have one below the other, by the name of the whole.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 #: Keys and values of latent attention, which files have in one matrix, or in two for each head.
@@ -58,7 +59,7 @@ def tensors_by_source(arch: str, names: Sequence[str], held: Iterable[str]) -> d
     kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == arch)
     known = get_tensor_name_map(kind, 1)
     held = {_BLOCK.sub("blk.0.", name) for name in held}
-    swapped = arch == "falcon" and any(".post_attention_layernorm." in name for name in names)
+    has_two_norms = arch == "falcon" and any(".post_attention_layernorm." in name for name in names)
 
     def source_of(stem: str, ending: str) -> str | None:
         return known.get_name(f"{stem}.{ending}", (".weight", ".bias"))
@@ -68,8 +69,8 @@ def tensors_by_source(arch: str, names: Sequence[str], held: Iterable[str]) -> d
         """The source of a tensor, of layers that of the first, of experts that of all of them."""
         stem, _, ending = name.rpartition(".")
         before, _, part = stem.rpartition(".")
-        if swapped and part in _SWAPPED:
-            stem = f"{before}.{_SWAPPED[part]}"
+        if has_two_norms and part in _FALCON_NORMS:
+            return f"blk.0.{_FALCON_NORMS[part]}.{ending}"
         for whole, parts in _FUSED.items():
             if part in parts and (fused := source_of(f"{before}.{whole}", ending)) in held:
                 apart = [source_of(f"{before}.{other}", ending) for other in parts]
@@ -88,7 +89,7 @@ def tensors_by_source(arch: str, names: Sequence[str], held: Iterable[str]) -> d
     return sources
 
 
-def layouts(arch: str, config: ModelConfig) -> list[Entry]:
+def layouts(arch: str, config: ModelConfig) -> list[CheckpointEntry]:
     """What leads from the layout of files to that of checkpoints in transformers, under the network's names."""
     if arch == "llama":  # the rows of a head's two halves take turns
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
@@ -137,7 +138,7 @@ class GGUFCheckpoint:
     def read(
         self,
         names: Container[str],
-        checkpoint_map: Sequence[Entry],
+        checkpoint_map: Sequence[CheckpointEntry],
         dtype: torch.dtype | None,
         device: torch.device | str = "cpu",
     ) -> Generator[tuple[str, Tensor | QuantizedRows]]:

@@ -16,7 +16,7 @@ from octavo.core.model_config import ModelConfig
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.context import LayerContext
-from octavo.loader.check import refuse_misfits
+from octavo.loader.checkpoint_check import refuse_misfits
 from octavo.loader.dummy import dummy_weights
 from octavo.loader.gguf_parts import split_paths
 from octavo.loader.quantized.reader import with_unpacking
@@ -27,10 +27,10 @@ from octavo.loader.weights import (
     read_safetensors,
     read_safetensors_to,
 )
-from octavo.models.checkpoint import Entry, Pairs
+from octavo.models.checkpoint import CheckpointEntry, Pairs
 from octavo.models.network import Network
 from octavo.models.registry import make_network
-from octavo.models.sizes import outline_network
+from octavo.models.sizes import build_rank_without_weights
 
 #: Seconds after which a progress bar appears.
 _BAR_DELAY = 1.0
@@ -51,9 +51,9 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
         WeightError: the checkpoint is incomplete, damaged or does not fit the configuration.
     """
     network = make_network(config, context)
-    whole = network if context.layers is None else outline_network(config, replace(context, layers=None))
+    whole = network if context.layers is None else build_rank_without_weights(config, replace(context, layers=None))
     shapes = whole.tensor_shapes()
-    entries: list[Entry] = [*network.checkpoint_map]
+    entries: list[CheckpointEntry] = [*network.checkpoint_map]
     tensors: Generator[tuple[str, Tensor | QuantizedRows]]
     if gguf is not None:
         from octavo.loader.gguf_weights import GGUFCheckpoint

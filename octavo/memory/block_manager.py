@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -83,7 +82,6 @@ class BlockManager:
             self.groups.append(group)
             first, first_host = first + size.num_blocks, first_host + size.num_host_blocks
         self._first = self.groups[0]
-        self._firsts = [group.device.first for group in self.groups]
         self._windowed = [group for group in self.groups if group.window is not None]
         self._cuts_prompts = cuts_prompts
         self.prefixes = SequencePrefixes(self.groups, block_size, enabled=prefix_caching)
@@ -139,12 +137,6 @@ class BlockManager:
     def held_bytes(self, seq_id: int) -> int:
         """Bytes of the device blocks of a sequence, in all groups; ``GroupBlocks.block_bytes`` says in which unit."""
         return sum(group.num_held(seq_id) * group.block_bytes for group in self.groups)
-
-    def bytes_of(self, blocks: Sequence[int]) -> int:
-        """Bytes of these device blocks."""
-        if len(self.groups) == 1:
-            return len(blocks) * self._first.block_bytes
-        return sum(self.groups[bisect.bisect_right(self._firsts, block) - 1].block_bytes for block in blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens of one sequence, the last one perhaps partly filled."""

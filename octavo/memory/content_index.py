@@ -110,35 +110,29 @@ class ContentIndex:
         assert known is not None, f"block {block} is not in the index"
         return known
 
-    def _newest_first(self, parent: bytes) -> Iterator[KnownBlock]:
-        newest = child = self._newest_child.part(parent).get(parent)
-        while child is not None:
-            yield child
-            older = self._known(child.older)
-            child = older if older is not newest else None
-
-    def _oldest_first(self, parent: bytes) -> Iterator[KnownBlock]:
+    def _children(self, parent: bytes, *, oldest_first: bool = False) -> Iterator[KnownBlock]:
+        """The blocks with this parent, the newest first or the oldest."""
         newest = self._newest_child.part(parent).get(parent)
-        child = self._known(newest.newer) if newest is not None else None
-        while child is not None:
+        if newest is None:
+            return
+        child = first = self._known(newest.newer) if oldest_first else newest
+        while True:
             yield child
-            child = self._known(child.newer) if child is not newest else None
+            child = self._known(child.newer if oldest_first else child.older)
+            if child is first:
+                return
 
     def evict(self) -> KnownBlock:
         """Removes the least recently used block without references, or the last of its descendants without any.
 
         A descendant is of no use without its parents, which come before it in every look-up.
         """
-        known = self._known(self._pool.least_recently_used())
-        while (child := self._unreferenced_child(known.digest)) is not None:
-            known = child
-        return self.forget(known.block)
-
-    def _unreferenced_child(self, digest: bytes) -> KnownBlock | None:
-        for child in self._oldest_first(digest):
-            if self._pool.references(child.block) == 0:
-                return child
-        return None
+        known: KnownBlock | None = self._known(self._pool.least_recently_used())
+        while known is not None:
+            last = known
+            children = self._children(last.digest, oldest_first=True)
+            known = next((child for child in children if self._pool.references(child.block) == 0), None)
+        return self.forget(last.block)
 
     def find_partial(
         self, parent: bytes, content: Sequence[object], suits: Callable[[bytes], bool]
@@ -148,7 +142,7 @@ class ContentIndex:
         Only pinned and recent children whose digest ``suits`` are compared.
         """
         best, longest = None, 0
-        recent = islice(self._newest_first(parent), _MAX_COMPARED_CHILDREN)
+        recent = islice(self._children(parent), _MAX_COMPARED_CHILDREN)
         for child in chain(self._pinned.get(parent, ()), recent):
             count = common_prefix(child.content, content)
             if count > longest and suits(child.digest):

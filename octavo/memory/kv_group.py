@@ -166,7 +166,7 @@ class KVGroup:
             index = num_computed // self.block_size
             if index < changed and not self._may_write(table[index]):
                 if copies_to_avoid and self._num_tables_with(table[index]) == 1:
-                    self.cache.forget(table[index])
+                    self.cache.on_device.forget(table[index])
                     copies_to_avoid -= 1
                 else:
                     self._copy_block(table, index, new_blocks.pop())
@@ -281,7 +281,8 @@ class KVGroup:
     def can_pin(self, chain: PrefixChain, seq_id: int, num_tokens: int) -> bool:
         """Whether the sequence still has the blocks that ``pin`` pins, or the prefix cache those outside its window."""
         table = self.tables[seq_id]
-        return all(table[i] != NO_BLOCK or self.cache.is_on_device(chain, i) for i in self._pinned(chain, num_tokens))
+        find = self.cache.on_device.find
+        return all(table[i] != NO_BLOCK or find(chain.digests[i + 1]) for i in self._pinned(chain, num_tokens))
 
     def pin(self, chain: PrefixChain, seq_id: int, token_ids: list[int]) -> list[int]:
         """Pins in the prefix cache what tokens after the full ones of the sequence's blocks read; returns them."""

@@ -54,7 +54,7 @@ class PinnedPrefixes:
     def remove(self, name: str) -> None:
         """Releases a prefix: its blocks are cached as any others. Nothing happens if there is none of this name."""
         for group, blocks in zip(self._groups, self._blocks.pop(name, ()), strict=False):
-            group.cache.unpin(blocks)
+            group.cache.on_device.unpin(blocks)
 
     def clear(self) -> None:
         """Releases all prefixes."""

@@ -37,7 +37,8 @@ class PrefixCache:
         self._moves = moves
         self._window = window
         self._host_cache = host_cache
-        self._on_device = ContentIndex(device)
+        #: What is cached on the device; to forget it there allows a block to be written.
+        self.on_device = ContentIndex(device)
         self._on_host = ContentIndex(host)
 
     # --- blocks -----------------------------------------------------------------------------------------------------
@@ -52,9 +53,7 @@ class PrefixCache:
         for _ in range(count - self._device.num_free):
             # A window reads the end of a chain, so there the descendants of a block are not evicted before it.
             windowed = self._window is not None
-            evicted = (
-                self._on_device.forget(self._device.least_recently_used()) if windowed else self._on_device.evict()
-            )
+            evicted = self.on_device.forget(self._device.least_recently_used()) if windowed else self.on_device.evict()
             if self._host_cache:
                 self._move_to_host(evicted)
         return self._device.allocate(count)
@@ -80,7 +79,7 @@ class PrefixCache:
 
     def add(self, chain: PrefixChain, index: int, block: int, content: tuple[object, ...]) -> None:
         """Adds a computed block as block ``index`` of the chain, unless its content is cached already."""
-        self._on_device.add(KnownBlock(self._device, block, chain.digests[index + 1], chain.digests[index], content))
+        self.on_device.add(KnownBlock(self._device, block, chain.digests[index + 1], chain.digests[index], content))
 
     def pin(self, chain: PrefixChain, index: int, block: int, content: tuple[object, ...]) -> int:
         """Adds a computed block as ``add`` does, and pins it; returns the block that is pinned.
@@ -88,37 +87,25 @@ class PrefixCache:
         That is another one with this content if it is pinned already, or if ``block`` is ``NO_BLOCK``. One that is not
         pinned gives way otherwise: a step in flight may still have to move its content there.
         """
-        known = self._on_device.find(chain.digests[index + 1])
+        known = self.on_device.find(chain.digests[index + 1])
         if known is not None and (block == NO_BLOCK or self._device.is_pinned(known.block)):
             block = known.block
         elif known is not None and known.block != block:
-            self.forget(known.block)
+            self.on_device.forget(known.block)
         self.add(chain, index, block, content)
-        self._on_device.pin(block)
+        self.on_device.pin(block)
         return block
-
-    def unpin(self, blocks: Sequence[int]) -> None:
-        """Ends one ``pin`` of each: they are cached as any others."""
-        self._on_device.unpin(blocks)
-
-    def is_on_device(self, chain: PrefixChain, index: int) -> bool:
-        """Whether block ``index`` of the chain is cached on the device."""
-        return self._on_device.find(chain.digests[index + 1]) is not None
-
-    def forget(self, block: int) -> None:
-        """Removes a device block, which may be written then."""
-        self._on_device.forget(block)
 
     def clear(self) -> None:
         """Removes all content, on the device and the host, but that of pinned blocks."""
-        self._on_device.clear()
+        self.on_device.clear()
         self._on_host.clear()
 
     # --- look-up ----------------------------------------------------------------------------------------------------
 
     def find(self, digest: bytes) -> KnownBlock | None:
         """The block with this digest, on the device or else on the host."""
-        return self._on_device.find(digest) or self._on_host.find(digest)
+        return self.on_device.find(digest) or self._on_host.find(digest)
 
     def find_prefix(self, chain: PrefixChain, max_blocks: int) -> list[KnownBlock | None]:
         """Blocks of the longest cached prefix of the chain, of at most ``max_blocks`` blocks.
@@ -161,7 +148,7 @@ class PrefixCache:
             whole = self.find(chain.digests[index + 1])
             if whole is not None and suits(whole.digest):
                 return whole, len(content)
-        on_device, device_count = self._on_device.find_partial(chain.digests[index], content, suits)
+        on_device, device_count = self.on_device.find_partial(chain.digests[index], content, suits)
         on_host, host_count = self._on_host.find_partial(chain.digests[index], content, suits)
         return (on_host, host_count) if host_count > device_count else (on_device, device_count)
 
@@ -197,7 +184,7 @@ class PrefixCache:
             blocks.append(block)
             self._moves.swap_in(hit.block, block)
             if index < num_full:
-                self._on_device.add(hit.copy_in(self._device, block))
+                self.on_device.add(hit.copy_in(self._device, block))
         self._host.release(on_host)
         return blocks
 

@@ -24,7 +24,7 @@ Pairs = Iterable[tuple[str, Tensor | QuantizedRows]]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class Entry(Protocol):
+class CheckpointEntry(Protocol):
     """One transformation of names or tensors."""
 
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
@@ -215,7 +215,7 @@ def halve_pairs(heads: int, rotated: int) -> Callable[[int], np.ndarray]:
     return order
 
 
-def is_transposed(name: str, entries: Iterable[Entry]) -> bool:
+def is_transposed(name: str, entries: Iterable[CheckpointEntry]) -> bool:
     """Whether the entries of a ``checkpoint_map`` transpose the checkpoint's tensor of this name."""
     for entry in entries:
         if isinstance(entry, Rename):

@@ -24,7 +24,7 @@ from octavo.layers.linear import ConcatQKVParallelLinear, ReplicatedConcatLinear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import extend_rotary_table, rotary_table
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
-from octavo.models.checkpoint import Drop, Entry, Rename
+from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
 from octavo.models.config_reader import ConfigReader
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.eagle_config import EagleConfig, read_eagle_config
@@ -32,7 +32,7 @@ from octavo.models.llama import LlamaLayer, make_mlp
 from octavo.models.network import Network, ResidualReader
 
 #: Old checkpoints hold rotary tables; d2t and t2d are no weights and are read by themselves.
-_COMMON: tuple[Entry, ...] = (Rename(r"^model\.", ""), Drop(r"rotary_emb\.inv_freq$"), Drop(r"^(d2t|t2d)$"))
+_COMMON: tuple[CheckpointEntry, ...] = (Rename(r"^model\.", ""), Drop(r"rotary_emb\.inv_freq$"), Drop(r"^(d2t|t2d)$"))
 
 
 class EagleHead(Network):

@@ -71,7 +71,7 @@ class GemmaForCausalLM(Decoder):
         attention = Attention(config, context, spec, cos_sin, GemmaNorm)
         mlp = GatedMLP(context, config.hidden_size, config.intermediate_size, False, "gelu_tanh")
         if config.post_norms:
-            return PostNormLayer(config, context, attention, mlp)
+            return SandwichNormLayer(config, context, attention, mlp)
         return LlamaLayer(config, context, attention, mlp, GemmaNorm)
 
     def make_final_norm(self, config: GemmaConfig, context: LayerContext) -> GemmaNorm:
@@ -120,7 +120,7 @@ class GemmaNorm(RMSNorm):
         super().__init__(context, size, eps, unit_offset=True)
 
 
-class PostNormLayer(DecoderLayer):
+class SandwichNormLayer(DecoderLayer):
     """A layer of Gemma 2 and 3: norms before attention and MLP, and on what they add to the residual stream."""
 
     attention: Attention

@@ -22,13 +22,13 @@ from octavo.layers.context import LayerContext
 from octavo.layers.mlp import MLP, GatedMLP
 from octavo.layers.norm import LayerNorm
 from octavo.layers.vocabulary import PositionEmbedding
-from octavo.models.checkpoint import Drop, Entry, Permute, Rename, Split, ungroup_heads
+from octavo.models.checkpoint import CheckpointEntry, Drop, Permute, Rename, Split, ungroup_heads
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.llama import make_mlp
 
 #: What the families call their parts. Old checkpoints hold masks and rotary tables; those with tied embeddings may hold
 #: the head too.
-GPT_NAMES: tuple[Entry, ...] = (
+GPT_NAMES: tuple[CheckpointEntry, ...] = (
     Drop(r"\.(attn|attention)\.(masked_bias|bias|embed_positions)$"),
     Drop(r"rotary_emb\.inv_freq$"),
     Rename(r"^embed_out\.", "lm_head."),
@@ -46,7 +46,7 @@ GPT_NAMES: tuple[Entry, ...] = (
 )
 
 
-def split_by_kv_head(config: ModelConfig) -> tuple[Entry, ...]:
+def split_by_kv_head(config: ModelConfig) -> tuple[CheckpointEntry, ...]:
     """For checkpoints in which the rows of queries, keys and values are grouped by KV head."""
     order = ungroup_heads(config.num_heads, config.num_kv_heads)
     return Permute(r"\.query_key_value\.", order), Split("query_key_value", ("q_proj", "k_proj", "v_proj"))
@@ -104,7 +104,7 @@ class GPTLayer(DecoderLayer):
 class GPTDecoder(Decoder):
     """A decoder as its ``GPTConfig`` says."""
 
-    checkpoint_map: tuple[Entry, ...] = GPT_NAMES
+    checkpoint_map: tuple[CheckpointEntry, ...] = GPT_NAMES
 
     def __init__(self, config: GPTConfig, context: LayerContext) -> None:
         super().__init__(config, context)

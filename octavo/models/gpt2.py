@@ -9,7 +9,7 @@ from octavo.core.model_config import ModelConfig
 from octavo.kernels.interface import AttentionSpec
 from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
-from octavo.models.checkpoint import Entry, Permute, Split, Transform, transpose, ungroup_heads
+from octavo.models.checkpoint import CheckpointEntry, Permute, Split, Transform, transpose, ungroup_heads
 from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation
 from octavo.models.gpt import GPT_NAMES, GPTConfig, GPTDecoder
 
@@ -26,7 +26,7 @@ class GPT2Config(GPTConfig):
 class GPT2LMHeadModel(GPTDecoder):
     """GPT-2; in its checkpoints, matrices are transposed, and queries, keys and values fused."""
 
-    checkpoint_map: tuple[Entry, ...] = (
+    checkpoint_map: tuple[CheckpointEntry, ...] = (
         *GPT_NAMES,
         Transform(r"\.(c_attn|o_proj|fc1|fc2)\.weight$", transpose),
         Split("c_attn", ("q_proj", "k_proj", "v_proj")),

@@ -18,7 +18,7 @@ from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.moe import SparseMoE
 from octavo.layers.norm import RMSNorm
-from octavo.models.checkpoint import Drop, Entry
+from octavo.models.checkpoint import CheckpointEntry, Drop
 from octavo.models.config_reader import (
     ConfigReader,
     longest_context,
@@ -34,7 +34,7 @@ class LlamaForCausalLM(Decoder):
     """A decoder-only transformer with its language-model head."""
 
     # Old checkpoints hold the rotary table; those with tied embeddings may hold the head too.
-    checkpoint_map: tuple[Entry, ...] = (Drop(r"rotary_emb\.inv_freq$"), Drop(r"^lm_head\.weight$"))
+    checkpoint_map: tuple[CheckpointEntry, ...] = (Drop(r"rotary_emb\.inv_freq$"), Drop(r"^lm_head\.weight$"))
 
     def make_layer(self, index: int, config: ModelConfig, context: LayerContext) -> DecoderLayer:
         """Layer ``index`` of the network."""

@@ -13,7 +13,7 @@ from octavo.kernels.experts import RoutingSpec
 from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
 from octavo.layers.moe import SparseMoE
-from octavo.models.checkpoint import Entry, Rename, Unstack
+from octavo.models.checkpoint import CheckpointEntry, Rename, Unstack
 from octavo.models.config_reader import ConfigReader, read_windows
 from octavo.models.llama import LlamaForCausalLM, LlamaLayer, make_mlp
 from octavo.models.olmo2 import norm_over_heads
@@ -44,7 +44,7 @@ class MixtureForCausalLM(LlamaForCausalLM):
     """A decoder-only transformer with mixtures of experts."""
 
     # Mixtral's names, and those of checkpoints with stacked experts.
-    checkpoint_map: tuple[Entry, ...] = (
+    checkpoint_map: tuple[CheckpointEntry, ...] = (
         *LlamaForCausalLM.checkpoint_map,
         Rename(r"\.block_sparse_moe\.", ".mlp."),
         Rename(r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),

@@ -13,7 +13,7 @@ from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
-from octavo.models.checkpoint import Entry
+from octavo.models.checkpoint import CheckpointEntry
 from octavo.models.config_reader import ConfigReader
 
 
@@ -34,7 +34,7 @@ class Network(Layer, ABC):
 
     #: Maps the checkpoint's names and tensors to those that the layers expect; see ``octavo.models.checkpoint``. Where
     #: it depends on the configuration, ``__init__`` sets it.
-    checkpoint_map: tuple[Entry, ...] = ()
+    checkpoint_map: tuple[CheckpointEntry, ...] = ()
 
     #: The KV entries of each layer of this stage, on this rank.
     kv_specs: list[KVSpec]

@@ -1,4 +1,4 @@
-"""Sizes of a network, derived from its weights and KV specs: ``outline`` makes one without memory to ask them of."""
+"""Sizes of a network, derived from its weights and KV specs, which need no memory: ``build_without_weights``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.models.network import Network
 from octavo.models.registry import make_network
 
 
-def outline_network(config: ModelConfig, context: LayerContext) -> Network:
+def build_rank_without_weights(config: ModelConfig, context: LayerContext) -> Network:
     """The network for ``context`` on torch's meta device: its sizes can be computed, it cannot be loaded or run.
 
     Raises:
@@ -25,12 +25,14 @@ def outline_network(config: ModelConfig, context: LayerContext) -> Network:
     return make_network(config, replace(context, kernels=ReferenceKernels("meta"), device="meta"))
 
 
-def outline(config: ModelConfig, dtype: str, quantization: str | None = None, kv_cache_dtype: str = "auto") -> Network:
-    """As ``outline_network``, for one rank with the whole network; types are values of the engine's options."""
+def build_without_weights(
+    config: ModelConfig, dtype: str, quantization: str | None = None, kv_cache_dtype: str = "auto"
+) -> Network:
+    """As ``build_rank_without_weights``, of the whole network on one rank; types are values of the engine's options."""
     context = LayerContext(
         ReferenceKernels("meta"), getattr(torch, dtype), quantization=quantization, kv_cache_dtype=kv_cache_dtype
     )
-    return outline_network(config, context)
+    return build_rank_without_weights(config, context)
 
 
 def matrices(network: Network) -> list[Weight]:

@@ -14,7 +14,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.errors import AdapterError, InsufficientMemoryError
 from octavo.kernels.lora import LowRank, LowRankEmbedding, PackedAdapter
 from octavo.layers.lora import LoraLayer
-from octavo.loader.adapters.check import read_adapter
+from octavo.loader.adapters.adapter_files import read_adapter
 from octavo.loader.adapters.targets import AdapterTargets
 from octavo.models.network import Network
 from octavo.runner.preparations import Preparer, PreparerContext

@@ -15,7 +15,7 @@ from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize
 from octavo.runner.loaded_model import LoadedModel
 from octavo.runner.memory import largest_step
-from octavo.sampling.token_table import TokenTable
+from octavo.sampling.sampler import TokenTable
 
 
 class CacheSizing:

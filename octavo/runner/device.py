@@ -17,7 +17,7 @@ from octavo.runner import memory
 from octavo.runner.cache_engine import CacheEngine, StreamedCacheEngine
 from octavo.runner.device_batch import PinnedSend, SampledTokens, send_nowhere, to_device
 from octavo.runner.memory import CacheSize, CudaMemory, WorkerShare
-from octavo.runner.pending import CudaTimers, StepTimer
+from octavo.runner.pending import CudaTimer, CudaTimers
 from octavo.runner.step_inputs import FlatInputs
 
 
@@ -67,7 +67,9 @@ class Device(ABC):
         return self._host_blocks_within(self._free_for_caches(), layout, max_model_len)
 
     def _free_for_caches(self) -> int:
-        return max(0, memory.free_for_caches(self._config, self._options, self._share) - self.reserved)
+        """Bytes of the worker's share of the host that are free beside the largest step, once there are weights."""
+        step = memory.activation_bytes(self._config, self._options)
+        return max(0, self._share.free_memory() - step - self.reserved)
 
     def _host_blocks_within(self, free: int, layout: KVLayout, max_model_len: int) -> list[int]:
         workers, own = self._share.local_size, self._own_blocks
@@ -78,7 +80,7 @@ class Device(ABC):
         """The inputs of a step on the device, valid until the step is done."""
 
     @abstractmethod
-    def start_timer(self) -> Callable[[], StepTimer | None]:
+    def start_timer(self) -> Callable[[], CudaTimer | None]:
         """Starts to time a step's work; the returned function is called when all of it is queued.
 
         It returns None if work is done when it is queued.
@@ -121,7 +123,7 @@ class HostDevice(Device):
             self._last = inputs, batch
         return batch
 
-    def start_timer(self) -> Callable[[], StepTimer | None]:
+    def start_timer(self) -> Callable[[], CudaTimer | None]:
         """See ``Device``: a step is computed while it is submitted."""
         return _no_timer
 
@@ -157,7 +159,7 @@ class CudaDevice(Device):
         """In one copy from pinned memory."""
         return to_device(inputs, pending, self._send)
 
-    def start_timer(self) -> Callable[[], StepTimer | None]:
+    def start_timer(self) -> Callable[[], CudaTimer | None]:
         """See ``Device``."""
         timer = self._timers.begin()
         return lambda: self._timers.end(timer)

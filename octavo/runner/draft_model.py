@@ -24,7 +24,7 @@ from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, Forwa
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
 from octavo.loader.resolve import gguf_source, resolve_model, weight_quantization
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.models.network import Network
 from octavo.models.sizes import weight_bytes
 from octavo.runner.device import Device

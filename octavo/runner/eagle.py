@@ -25,7 +25,7 @@ from octavo.core.model_config import ModelConfig
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
 from octavo.layers.context import LayerContext
-from octavo.loader.eagle import load_head, make_dummy_head, read_dummy_config, read_head_config
+from octavo.loader.eagle_files import load_head, make_dummy_head, read_dummy_config, read_head_config
 from octavo.loader.resolve import resolve_model
 from octavo.models.decoder import Decoder
 from octavo.models.eagle import EagleHead, FeatureReader

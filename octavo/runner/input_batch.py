@@ -12,7 +12,7 @@ from octavo.core.plan import NewSequence, StepPlan, TableChange
 from octavo.core.request import Beam
 from octavo.kernels.forward_batch import ARRAYS
 from octavo.runner.step_inputs import DraftedTokens, FlatInputs, ForkedRows, NewTokens, StepInputs
-from octavo.sampling.token_table import TokenTable
+from octavo.sampling.sampler import TokenTable
 
 _ADVANCING = [(array.name, array.advance) for array in ARRAYS if array.advance]
 

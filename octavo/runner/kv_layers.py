@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from octavo.core.errors import ConfigError
-from octavo.core.kv_spec import KVGroup, KVSpec, group_layers
+from octavo.core.kv_spec import KVSpec, LayerGroup, group_layers
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.interface import Kernels
 
@@ -18,7 +18,7 @@ class KVLayers:
     """
 
     def __init__(
-        self, kernels: Kernels, groups: Sequence[KVGroup], block_size: int, drafter: Sequence[KVSpec] = ()
+        self, kernels: Kernels, groups: Sequence[LayerGroup], block_size: int, drafter: Sequence[KVSpec] = ()
     ) -> None:
         """``groups``: of the network's layers on this rank; ``drafter``: of each of the drafter's layers.
 
@@ -50,7 +50,7 @@ class KVLayers:
             sizes[index] += self._size(group)
         return sizes
 
-    def _size(self, group: KVGroup) -> int:
+    def _size(self, group: LayerGroup) -> int:
         return len(group.layers) * self._kernels.block_bytes(group.spec, self._block_size)
 
     def make(self, blocks: Sequence[int]) -> list[LayerCache]:
@@ -62,7 +62,7 @@ class KVLayers:
         return self._make(self._kernels.make_host_cache, blocks)
 
     def _make(
-        self, make: Callable[[Sequence[KVGroup], Sequence[int], int], list[LayerCache]], blocks: Sequence[int]
+        self, make: Callable[[Sequence[LayerGroup], Sequence[int], int], list[LayerCache]], blocks: Sequence[int]
     ) -> list[LayerCache]:
         caches = make(self.groups, blocks, self._block_size)
         own = [group for group, _ in self._drafter]
@@ -77,7 +77,7 @@ class KVLayers:
         return caches[: self._num_layers], caches[self._num_layers :]
 
 
-def find_groups(specs: Sequence[KVSpec], windows: Sequence[int | None]) -> list[tuple[KVGroup, int]]:
+def find_groups(specs: Sequence[KVSpec], windows: Sequence[int | None]) -> list[tuple[LayerGroup, int]]:
     """The groups of a drafter's layers, and the KV group of the network in whose blocks each is.
 
     ``windows``: of the network's KV groups. Blocks behind a group's window belong to others, so it is the narrowest

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from octavo.core.config import EngineConfig
-from octavo.core.kv_spec import KVGroup, KVSpec, group_layers
+from octavo.core.kv_spec import KVSpec, LayerGroup, group_layers
 from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.cache import LayerCache
@@ -21,7 +21,7 @@ from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Kernels
 from octavo.kernels.timing import KernelClock
 from octavo.models.network import Network
-from octavo.models.sizes import outline, outline_network, weight_bytes
+from octavo.models.sizes import build_rank_without_weights, build_without_weights, weight_bytes
 from octavo.runner import memory
 from octavo.runner.adapters import LoraPreparer, reserved_bytes
 from octavo.runner.device import make_device
@@ -33,8 +33,7 @@ from octavo.runner.preparations import PreparerContext, WorkerPreparations, make
 from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
 from octavo.runner.ranks import Ranks
 from octavo.runner.setup import find_drafter, load_network, make_context, make_kernels
-from octavo.sampling.sampler import Sampler
-from octavo.sampling.token_table import TokenTable
+from octavo.sampling.sampler import Sampler, TokenTable
 
 
 class LoadedModel:
@@ -111,16 +110,18 @@ class LoadedModel:
         config, context, free = self.config, self.context, self.device.free_memory()
         memory.check_weights_fit(config, context, free)
         if drafts is not None:
-            loaded = weight_bytes(outline_network(config, context))
+            loaded = weight_bytes(build_rank_without_weights(config, context))
             memory.check_weights_fit(drafts.config, drafts.context(context), free - loaded)
 
-    def _kv_groups(self) -> list[KVGroup]:
+    def _kv_groups(self) -> list[LayerGroup]:
         """Those of the network, the one that keeps most tokens first, as the block manager expects."""
         layers = self.context.layers
         if layers is None:
             groups = group_layers(self.network.kv_specs)
         else:
-            groups = group_layers(outline_network(self.config, replace(self.context, layers=None)).kv_specs, layers)
+            groups = group_layers(
+                build_rank_without_weights(self.config, replace(self.context, layers=None)).kv_specs, layers
+            )
         return sorted(groups, key=lambda group: -(group.spec.window or self.config.max_position))
 
     @contextmanager
@@ -206,9 +207,9 @@ def _kv_specs(options: EngineConfig, config: ModelConfig, dtype: str, drafts: Dr
     Raises:
         ConfigError: the drafter's do not fit into the network's blocks.
     """
-    kv_specs = set(outline(config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs)
+    kv_specs = set(build_without_weights(config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs)
     if drafts is not None:
-        draft_specs = outline(drafts.config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs
+        draft_specs = build_without_weights(drafts.config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs
         find_groups(draft_specs, [spec.window for spec in kv_specs])
         kv_specs |= set(draft_specs)
     return kv_specs

@@ -20,7 +20,7 @@ from octavo.core.kv_groups import KVLayout
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, make_batch
 from octavo.layers.context import LayerContext
-from octavo.models.sizes import loading_bytes, outline_network
+from octavo.models.sizes import build_rank_without_weights, loading_bytes
 from octavo.runner.cgroups import MemoryLimit, group_limits
 
 GIB = 1 << 30
@@ -94,17 +94,12 @@ def check_weights_fit(config: ModelConfig, context: LayerContext, free: int) -> 
         InsufficientMemoryError: with what is needed and what is there.
         UnsupportedModelError, ConfigError: there is no such network.
     """
-    needed = loading_bytes(outline_network(config, context), copies=context.kernels.copies_weights)
+    needed = loading_bytes(build_rank_without_weights(config, context), copies=context.kernels.copies_weights)
     if needed > free:
         raise InsufficientMemoryError(
             f"the weights need {needed / GIB:.2f} GiB in {context.quantization or context.dtype_name} while they are "
             f"loaded, but only {free / GIB:.2f} GiB of memory are free"
         )
-
-
-def free_for_caches(config: ModelConfig, options: EngineConfig, share: WorkerShare) -> int:
-    """Bytes of the worker's share that are free beside the largest step; to be asked once the weights are loaded."""
-    return max(0, share.free_memory() - activation_bytes(config, options))
 
 
 def num_host_blocks(

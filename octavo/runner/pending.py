@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,14 +39,6 @@ class PendingPrompt:
     parts: list[PendingLogprobs]
 
 
-class StepTimer(Protocol):
-    """Times the work of one step on the device."""
-
-    def wait(self) -> tuple[float, float]:
-        """Waits for the work; the seconds that it took, and those that the device was idle before it."""
-        ...
-
-
 class QueuedStep:
     """A step that the device may still be computing; ``wait`` for it, in the order of submission."""
 
@@ -60,7 +52,7 @@ class QueuedStep:
         #: The tokens that grammars force after those that are known now, by sequence id.
         self.find_forced: Callable[[list[int]], dict[int, list[int]]] | None = None
         self.swap_seconds: Callable[[], float] | None = None
-        self.timer: StepTimer | None = None
+        self.timer: CudaTimer | None = None
         self._batch = batch
         self._in_flight = in_flight
         self._received = False
@@ -159,14 +151,14 @@ class CudaTimers:
 
 @dataclass(slots=True)
 class CudaTimer:
-    """The events before, at the beginning and at the end of a step's work."""
+    """Times the work of one step: events before it, at its beginning and at its end."""
 
     before: Any
     begin: Any
     end: Any = None
 
     def wait(self) -> tuple[float, float]:
-        """See ``StepTimer``."""
+        """Waits for the work; the seconds that it took, and those that the device was idle before it."""
         self.end.synchronize()
         idle = 0.0 if self.before is None else self.before.elapsed_time(self.begin) / 1e3
         return self.begin.elapsed_time(self.end) / 1e3, idle

@@ -31,7 +31,7 @@ from octavo.models.network import Network
 from octavo.runner.adapters import AdapterPreparer
 from octavo.runner.preparations import PreparerContext
 from octavo.runner.step_inputs import StepInputs
-from octavo.sampling.token_table import TokenTable
+from octavo.sampling.sampler import TokenTable
 
 #: Keys and values, the virtual tokens of a step, and their slots [G, t].
 _Write = tuple[Tensor, slice, NDArray[np.int64]]

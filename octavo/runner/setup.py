@@ -34,8 +34,8 @@ def make_kernels(
         deterministic=options.deterministic,
         # An exchange between stages is a call on the host, which a graph cannot hold.
         enforce_eager=options.enforce_eager or layout.pipeline_parallel_size > 1,
-        graph_capture=options.graph_capture,
-        cudagraph_capture_sizes=options.cudagraph_capture_sizes,
+        graph_capture="start" if options.graph_capture == "start" else "lazy",
+        cudagraph_capture_sizes=options.graph_sizes,
     )
 
 

@@ -11,7 +11,7 @@ from octavo.kernels.forward_batch import ForwardOutput
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.pending import PendingTokens, QueuedStep
 from octavo.runner.step_inputs import StepInputs
-from octavo.sampling.logits_processors import RowFailure
+from octavo.sampling.outputs import RowFailure
 from octavo.sampling.sampler import Sampler
 
 

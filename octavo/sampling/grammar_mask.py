@@ -15,7 +15,7 @@ from octavo.core.request import Generate
 from octavo.core.structured_outputs import TOO_COSTLY
 from octavo.grammar.matcher import GrammarTokenizer
 from octavo.kernels.sampling import mask_words, pack_mask
-from octavo.sampling.logits_processors import RowError, SequenceProcessor
+from octavo.sampling.outputs import RowError
 
 #: From so many masks on it pays to wake other threads for them.
 _PARALLEL_FROM = 8
@@ -32,14 +32,12 @@ class CompiledGrammar:
     tokenizer: GrammarTokenizer
 
 
-class GrammarMask(SequenceProcessor):
+class GrammarMask:
     """Where one sequence is in its grammar.
 
     Invariant: ``matcher`` has consumed the output tokens before ``_position``, as far as the grammar binds them. These
     may be more than the sequence has so far: forced tokens, which must follow.
     """
-
-    reads_tokens = True
 
     def __init__(self, grammar: CompiledGrammar, task: Generate, num_prompt: int) -> None:
         """For a sequence whose first ``num_prompt`` tokens are the prompt, with any number of tokens behind it."""

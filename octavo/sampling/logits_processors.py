@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -21,24 +21,11 @@ from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.request import Generate
 from octavo.core.sampling_params import LogitsProcessor, SamplingParams
 from octavo.kernels.sampling import pack_mask
-
-if TYPE_CHECKING:
-    from octavo.sampling.grammar_mask import GrammarMask
+from octavo.sampling.grammar_mask import GrammarMask
+from octavo.sampling.outputs import RowError
 
 NO_PLUGINS = LogitsPlugins()
 _LARGEST = float(np.finfo(np.float32).max)
-
-
-class RowError(Exception):
-    """One sequence cannot continue; the message says why."""
-
-
-class RowFailure(Exception):
-    """What was raised while one row was processed, by a fault that is not the request's: nothing of the step counts."""
-
-    def __init__(self, row: int, error: Exception) -> None:
-        super().__init__(f"row {row}: {type(error).__name__}: {error}")
-        self.row, self.error = row, error
 
 
 class SequenceProcessor:

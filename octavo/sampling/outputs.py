@@ -13,6 +13,18 @@ from octavo.core.plan import PositionLogprobs
 from octavo.kernels.sampling import NO_TOKEN, HostCopy, PendingLogprobs
 
 
+class RowError(Exception):
+    """One sequence cannot continue; the message says why."""
+
+
+class RowFailure(Exception):
+    """What was raised while one row was processed, by a fault that is not the request's: nothing of the step counts."""
+
+    def __init__(self, row: int, error: Exception) -> None:
+        super().__init__(f"row {row}: {type(error).__name__}: {error}")
+        self.row, self.error = row, error
+
+
 @dataclass(slots=True)
 class SamplerOutput:
     """Sampled tokens of a step. The keys of the dictionaries are indices in the batch, not rows of the table.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
-from octavo.core.preparations import preparations_of
+from octavo.core.preparations import Preparation, preparations_of
 from octavo.core.request import Beam, EngineCoreRequest, Generate, SequenceStatus
 from octavo.core.untracked import untracked
 from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
 from octavo.scheduler.beam_search import BeamSearch
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One continuation of a prompt.
 
@@ -20,43 +22,31 @@ class Sequence:
     several steps in flight it may await several tokens, ``num_computed - len(token_ids) + 1`` of them.
     """
 
-    __slots__ = (
-        "fork_of",
-        "free_slots",
-        "group",
-        "index",
-        "max_length",
-        "num_computed",
-        "on_workers",
-        "prediction",
-        "seq_id",
-        "shared_prefix",
-        "status",
-        "stop_token_ids",
-        "token_ids",
-    )
+    seq_id: int
+    group: SequenceGroup
+    #: Which of the group's completions it is.
+    index: int
+    token_ids: list[int]
+    num_computed: int = 0
+    #: Slots in its blocks that may be written without asking the block manager again.
+    free_slots: int = 0
+    #: Whether the workers hold this sequence.
+    on_workers: bool = False
+    #: While the workers do not hold it: the sequence that they can fork to make it.
+    fork_of: Sequence | None = None
+    #: After preemption by recompute: the sequence whose first blocks it shares once computed, and how many.
+    shared_prefix: tuple[Sequence, int] | None = None
+    #: The status of its group, unless it has ended before the group.
+    status: SequenceStatus = SequenceStatus.WAITING
+    stop_token_ids: frozenset[int] = field(init=False)
+    max_length: int = field(init=False)
+    #: What its output is likely to be, as the request says.
+    prediction: list[int] = field(init=False)
 
-    def __init__(self, seq_id: int, group: SequenceGroup, index: int, token_ids: list[int]) -> None:
-        self.seq_id = seq_id
-        self.group = group
-        #: Which of the group's completions it is.
-        self.index = index
-        self.token_ids = untracked(token_ids)
-        self.num_computed = 0
-        #: Slots in its blocks that may be written without asking the block manager again.
-        self.free_slots = 0
-        #: Whether the workers hold this sequence.
-        self.on_workers = False
-        #: While the workers do not hold it: the sequence that they can fork to make it.
-        self.fork_of: Sequence | None = None
-        #: After preemption by recompute: the sequence whose first blocks it shares once computed, and how many.
-        self.shared_prefix: tuple[Sequence, int] | None = None
-        self.stop_token_ids = group.stop_token_ids
-        self.max_length = group.max_length
-        #: What its output is likely to be, as the request says.
-        self.prediction = group.request.prediction
-        #: The status of its group, unless it has ended before the group.
-        self.status = SequenceStatus.WAITING
+    def __post_init__(self) -> None:
+        untracked(self.token_ids)
+        self.stop_token_ids, self.max_length = self.group.stop_token_ids, self.group.max_length
+        self.prediction = self.group.request.prediction
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -89,6 +79,7 @@ class Sequence:
         return self.num_computed + 1 >= self.max_length
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SequenceGroup:
     """The sequences of one request.
 
@@ -96,97 +87,79 @@ class SequenceGroup:
     preemption by recompute), none decodes: a group samples together.
     """
 
-    __slots__ = (
-        "arrival",
-        "beam",
-        "chain",
-        "context",
-        "drafts",
-        "features",
-        "first_scheduled_time",
-        "group_id",
-        "is_long",
-        "max_length",
-        "num_accepted_tokens",
-        "num_cached_tokens",
-        "num_draft_tokens",
-        "num_pending_forks",
-        "num_recomputed_tokens",
-        "num_recomputes",
-        "num_swapped_blocks",
-        "num_swaps",
-        "plans_on_results",
-        "policy_data",
-        "prefilling",
-        "preparations",
-        "priority",
-        "request",
-        "resumable_after",
-        "samples",
-        "seqs",
-        "status",
-        "stop_token_ids",
-        "urgent",
-    )
+    request: EngineCoreRequest
+    #: Tells apart groups that arrived at the same time.
+    number: InitVar[int]
+    #: The id of the first sequence.
+    seq_id: InitVar[int]
+    max_model_len: InitVar[int]
+    #: Whether its next step depends on the result of the last one, so that it cannot be planned ahead.
+    plans_on_results: bool = False
+    status: SequenceStatus = SequenceStatus.WAITING
+    #: Whether any sequence has more than its last token to compute.
+    prefilling: bool = True
+    is_long: bool = False
+    #: Whether it has waited beyond ``aging_limit``: no later arrival goes before it.
+    urgent: bool = False
+    #: Number of the last step planned before its preemption, whose result may still add tokens to it.
+    resumable_after: int = 0
+    #: Until it runs: digests of its blocks' contents, for the prefix cache; computed at the first lookup.
+    chain: PrefixChain | None = None
+    #: What the policy keeps of it.
+    policy_data: Any = None
+    first_scheduled_time: float | None = None
+    num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_recomputes: int = 0
+    num_recomputed_tokens: int = 0
+    num_swaps: int = 0
+    num_swapped_blocks: int = 0
+    group_id: int = field(init=False)
+    #: Orders groups by arrival: seconds, and a number where these are equal.
+    arrival: tuple[float, int] = field(init=False)
+    priority: float = field(init=False)
+    #: What the contents of its blocks depend on besides their tokens.
+    context: str = field(init=False)
+    features: list[FeatureSpan] = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    #: Whether tokens follow the prompt.
+    samples: bool = field(init=False)
+    #: Most tokens of a sequence. The last one is not computed, so without sampling it is one more than the prompt.
+    max_length: int = field(init=False)
+    beam: BeamSearch | None = field(init=False, default=None)
+    #: Whether its sequences may have drafts: beams are chosen by every step, and a user's callables may keep state.
+    drafts: bool = field(init=False, default=False)
+    #: What must be ready on the workers before it can run.
+    preparations: list[Preparation] = field(init=False)
+    #: Sequences still to be forked off when the prompt is computed.
+    num_pending_forks: int = field(init=False)
+    #: Unfinished sequences, in order of their index (beams: best first).
+    seqs: list[Sequence] = field(init=False)
 
-    def __init__(
-        self, request: EngineCoreRequest, number: int, seq_id: int, max_model_len: int, plans_on_results: bool = False
-    ) -> None:
-        """``number`` tells apart groups that arrived at the same time; ``seq_id`` is the id of the first sequence.
-
-        ``plans_on_results``: whether planning a step of it needs the ids of all tokens before.
-        """
-        self.request = request
-        self.group_id = request.group_id
-        #: Orders groups by arrival: seconds, and a number where these are equal.
-        self.arrival = (request.arrival_time, number)
-        self.priority = request.options.priority
-        task = request.task
-        self.stop_token_ids = untracked(frozenset(task.stop_token_ids))
-        #: Whether tokens follow the prompt.
-        self.samples = task.samples
-        wanted, prompt = task.max_tokens, len(request.prompt_token_ids)
-        #: Most tokens of a sequence. The last one is not computed, so without sampling it is one more than the prompt.
-        self.max_length = max_model_len if wanted is None else min(prompt + wanted, max_model_len)
-        if not self.samples:
-            self.max_length = prompt + 1
-        #: What the contents of its blocks depend on besides their tokens.
+    def __post_init__(self, number: int, seq_id: int, max_model_len: int) -> None:
+        request = self.request
+        task, prompt = request.task, len(request.prompt_token_ids)
+        self.group_id, self.arrival, self.priority = (
+            request.group_id,
+            (request.arrival_time, number),
+            request.options.priority,
+        )
         self.context = request.cache_context
         self.features = untracked([FeatureSpan(f.offset, f.length, f.key) for f in request.features])
-        self.status = SequenceStatus.WAITING
-        self.beam: BeamSearch | None = None
+        self.stop_token_ids = untracked(frozenset(task.stop_token_ids))
+        self.plans_on_results = self.plans_on_results or task.plans_on_results
+        self.samples = task.samples
+        self.max_length = max_model_len if task.max_tokens is None else min(prompt + task.max_tokens, max_model_len)
+        if not self.samples:
+            self.max_length = prompt + 1
         if isinstance(task, Beam):
             self.beam = BeamSearch(task.params, self.stop_token_ids, self.max_length - prompt)
-        #: Whether its next step depends on the result of the last one, so that it cannot be planned ahead.
-        self.plans_on_results = plans_on_results or task.plans_on_results
-        #: Whether its sequences may have drafts: beams are chosen by every step, and a user's callables may keep state.
-        self.drafts = isinstance(task, Generate) and not task.params.runs_custom_code
-        #: What its tokens are held to.
-        #: What must be ready on the workers before it can run.
+        elif isinstance(task, Generate):
+            self.drafts = not task.params.runs_custom_code
         self.preparations = preparations_of(request)
-        #: Unfinished sequences, in order of their index (beams: best first).
-        self.seqs = [Sequence(seq_id, self, 0, list(request.prompt_token_ids))]
-        #: Sequences still to be forked off when the prompt is computed.
         self.num_pending_forks = task.num_sequences - 1
-        #: Whether any sequence has more than its last token to compute.
-        self.prefilling = True
-        self.is_long = False
-        #: Whether it has waited beyond ``aging_limit``: no later arrival goes before it.
-        self.urgent = False
-        #: Number of the last step planned before its preemption, whose result may still add tokens to it.
-        self.resumable_after = 0
-        #: Until it runs: digests of its blocks' contents, for the prefix cache; computed at the first lookup.
-        self.chain: PrefixChain | None = None
-        #: What the policy keeps of it.
-        self.policy_data: Any = None
-        self.first_scheduled_time: float | None = None
-        self.num_cached_tokens = 0
-        self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0
-        self.num_recomputes = 0
-        self.num_recomputed_tokens = 0
-        self.num_swaps = 0
-        self.num_swapped_blocks = 0
+        self.seqs = [Sequence(seq_id, self, 0, list(request.prompt_token_ids))]
 
     @property
     def num_seqs(self) -> int:

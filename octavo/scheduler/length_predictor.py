@@ -9,12 +9,9 @@ the expected length, given that it is longer than what was generated already.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable
 
 from octavo.core.request import EngineCoreRequest, Generate
 
@@ -32,7 +29,7 @@ _BIN, _LIMIT = 0.125, 5.0
 _NUM_BINS = int(2 * _LIMIT / _BIN)
 #: Residuals after which older ones count half, and after which the tails are computed again.
 _HALVE_AFTER, _REFRESH_AFTER = 4096.0, 32
-#: Finished requests that ``ranking`` looks at.
+#: Finished requests that are remembered with what was predicted.
 _WINDOW = 1024
 
 
@@ -72,7 +69,8 @@ class LengthPredictor:
         #: For each bin: the mean of exp(residual) of those in it or above.
         self._tails = [1.0] * _NUM_BINS
         self._refresh()
-        self._recent: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+        #: Of the latest requests: the logarithm that was predicted at their arrival, and their length.
+        self.recent: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
 
     def log_length(self, features: Features) -> float:
         """The logarithm of the typical (about the median) length."""
@@ -104,7 +102,7 @@ class LengthPredictor:
         while len(weights) > _MAX_WEIGHTS:
             del weights[next(iter(weights))]
         self._noise += 0.02 * (min(max(residual * residual - variance, 0.02), 4.0) - self._noise)
-        self._recent.append((predicted, length))
+        self.recent.append((predicted, length))
         self._count(residual)
 
     def _count(self, residual: float) -> None:
@@ -125,39 +123,3 @@ class LengthPredictor:
             above += self._counts[i]
             weighted += self._counts[i] * self._factors[i]
             self._tails[i] = max(weighted / above, self._factors[i])
-
-    def ranking(self) -> Ranking:
-        """How well the latest finished requests had been ranked when they arrived."""
-        return Ranking(len(self._recent), kendall_tau([p for p, _ in self._recent], [n for _, n in self._recent]))
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """Quality of predicted lengths; an oracle's tau is 1, that of guesses 0."""
-
-    requests: int
-    tau: float
-
-
-def kendall_tau(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Kendall's tau-b of two lists of equally many numbers; 0 if all of a list are equal."""
-    pairs = sorted(zip(xs, ys, strict=True))
-    total = len(pairs) * (len(pairs) - 1) // 2
-    tied_x, tied_y, tied_both = _ties([x for x, _ in pairs]), _ties(sorted(ys)), _ties(pairs)
-    before: list[float] = []
-    swaps = 0  # pairs whose order differs; sorted by x and then y, ties in x are in order of y
-    for _, y in pairs:
-        place = bisect.bisect_right(before, y)
-        swaps += len(before) - place
-        before.insert(place, y)
-    spread = math.sqrt((total - tied_x) * (total - tied_y))
-    return (total - tied_x - tied_y + tied_both - 2 * swaps) / spread if spread else 0.0
-
-
-def _ties(ordered: Sequence[object]) -> int:
-    """Pairs of equal elements."""
-    pairs = run = 0
-    for before, this in itertools.pairwise(ordered):
-        run = run + 1 if this == before else 0
-        pairs += run
-    return pairs

@@ -69,7 +69,8 @@ def prompt_chunks(blocks: BlockManager, group: SequenceGroup, budget: int, optio
     Of several sequences, none computes its last token yet: a group samples together, when all are prefilled.
     """
     held_back = 1 if len(group.seqs) > 1 else 0
-    whole = not options.enable_chunked_prefill or _wants_whole_prompt(group, options)
+    # ``prefill_first`` does so, too, but not after preemption: with generated tokens a prompt may be too long.
+    whole = not options.enable_chunked_prefill or (options.batching == "prefill_first" and not group.num_recomputes)
     if not whole:
         budget = min(budget, blocks.max_chunk)
         if group.is_long:
@@ -84,11 +85,6 @@ def prompt_chunks(blocks: BlockManager, group: SequenceGroup, budget: int, optio
             chunks.append((seq, n))
             budget -= n
     return chunks
-
-
-def _wants_whole_prompt(group: SequenceGroup, options: SchedulerOptions) -> bool:
-    """``prefill_first`` computes prompts whole, but not after preemption: with generated tokens one may be too long."""
-    return options.batching == "prefill_first" and not group.num_recomputes
 
 
 def restore_sharing(queues: Queues, group: SequenceGroup) -> None:

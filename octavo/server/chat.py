@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.outputs import RequestOutput
-from octavo.server.cancellation import with_cancellation
 from octavo.server.chat_output import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart, collect
 from octavo.server.chat_request import Chat, ChoiceEvents, start_chat
 from octavo.server.logprobs import LogprobsTracker, make_chat_logprobs, make_prompt_logprobs
+from octavo.server.pending import PendingResponse
 from octavo.server.protocol import (
     ChatChoice,
     ChatCompletion,
@@ -28,30 +27,25 @@ from octavo.server.protocol import (
 )
 from octavo.server.protocol_tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
 from octavo.server.service import service_of
-from octavo.server.streaming import DONE, EventStream, event
+from octavo.server.streaming import DONE, event
 
 
 async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
     """Answers a conversation, as one response or as a stream of events."""
     service = service_of(request)
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
-    pending = _PendingResponse(await start_chat(service, request, body, prefix="chatcmpl"))
-    if body.stream:
-        return EventStream(pending.stream(), deadline)
-    choices = await with_cancellation(request.receive, pending.chat.finish(), deadline)
-    return Response(pending.complete(choices).encode(), media_type="application/json")
+    pending = _PendingCompletion(await start_chat(service, request, body, prefix="chatcmpl"))
+    return await pending.respond(request, body.stream, deadline)
 
 
-@dataclass(slots=True)
-class _PendingResponse:
-    """A chat in the engine and its response."""
+class _PendingCompletion(PendingResponse):
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        #: Of each choice that has begun; None: no logprobs are requested.
+        self._trackers: dict[int, LogprobsTracker | None] = {}
 
-    chat: Chat
-    #: Of each choice that has begun; None: no logprobs are requested.
-    _trackers: dict[int, LogprobsTracker | None] = field(default_factory=dict)
-
-    def complete(self, choices: list[ChoiceEvents]) -> ChatCompletion:
-        """The complete response."""
+    async def complete(self) -> bytes:
+        choices = await self.chat.finish()
         found = []
         for choice in choices:
             self._trackers[choice.index] = self._tracker(choice.output)
@@ -70,10 +64,9 @@ class _PendingResponse:
         )
         if choices and choices[0].output.prompt_logprobs is not None:
             response.prompt_logprobs = make_prompt_logprobs(choices[0].output.prompt_logprobs)
-        return response
+        return response.encode()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed response."""
         async with aclosing(self.chat.outputs()) as outputs:
             async for choices in outputs:
                 chunks = []
@@ -116,10 +109,7 @@ class _PendingResponse:
         """Tracks the logprobs of one choice; None if they are not requested."""
         if self.chat.top_logprobs is None:
             return None
-        skip = self.chat.body.skip_special_tokens is not False
-        tokenizer = self.chat.generation.service.llm.tokenizer
-        visible = self.chat.generation.options.visible_tokens
-        return LogprobsTracker(tokenizer, output.prompt_token_ids, skip_special_tokens=skip, visible_tokens=visible)
+        return self.chat.generation.track(LogprobsTracker, output)
 
     def _logprobs(self, choice: ChoiceEvents) -> ChoiceLogprobs | None:
         tracker, top = self._trackers[choice.index], self.chat.top_logprobs

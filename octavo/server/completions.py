@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.sampling_params import DEFAULT_MAX_TOKENS
-from octavo.server.cancellation import with_cancellation
 from octavo.server.generation import Generation, check_fields, make_generation
 from octavo.server.logprobs import LogprobsTracker, make_completion_logprobs, make_prompt_logprobs, prompt_tokens
+from octavo.server.pending import PendingResponse
 from octavo.server.prompts import TokenizedPrompt, read_prompts
 from octavo.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from octavo.server.service import ServedModel, Service, service_of
-from octavo.server.streaming import DONE, EventStream, event
+from octavo.server.streaming import DONE, event
 
 
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
@@ -31,11 +31,8 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     prompts = await read_prompts(service, body)
     if body.suffix and not body.ignore_eos and (gap := service.llm.tokenizer.fill_in_middle) is not None:
         body.stop_token_ids = [*(body.stop_token_ids or []), *gap.ends]
-    pending = _PendingResponse(body, _generation(service, request, body, model, prompts))
-    if body.stream:
-        return EventStream(pending.stream(), deadline)
-    outputs = await with_cancellation(request.receive, pending.generation.finish(), deadline)
-    return Response(pending.complete(outputs).encode(), media_type="application/json")
+    pending = _PendingTexts(body, _generation(service, request, body, model, prompts))
+    return await pending.respond(request, body.stream, deadline)
 
 
 def _generation(
@@ -59,16 +56,13 @@ def _generation(
 
 
 @dataclass(slots=True)
-class _PendingResponse:
-    """A request in the engine and its response."""
-
+class _PendingTexts(PendingResponse):
     body: CompletionRequest
     generation: Generation
 
-    def complete(self, outputs: list[RequestOutput]) -> Completion:
-        """The complete response: the choices of the first prompt, then those of the next."""
-        found = []
-        for number, output in enumerate(outputs):
+    async def complete(self) -> bytes:
+        found = []  # the choices of the first prompt, then those of the next
+        for number, output in enumerate(await self.generation.finish()):
             for completion in self.generation.choices(output):
                 choice = self._choice(number, completion, completion.finish_reason)
                 choice.text = completion.text
@@ -77,10 +71,9 @@ class _PendingResponse:
                 self._add_prompt(choice, logprobs, number, output)
                 choice.stop_reason = completion.stop_reason
                 found.append(choice)
-        return self._completion(found, usage=self.generation.usage())
+        return self._completion(found, usage=self.generation.usage()).encode()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed response."""
         trackers: dict[int, LogprobsTracker | None] = {}
         async with aclosing(self.generation.outputs()) as outputs:
             async for number, output in outputs:
@@ -127,10 +120,8 @@ class _PendingResponse:
         """Tracks the logprobs of one choice; None if they are not requested."""
         if self.body.logprobs is None:
             return None
-        skip = self.body.skip_special_tokens is not False
-        tokenizer = self.generation.service.llm.tokenizer
         start = len(self._prompt_text(number)) if self.body.echo else 0
-        return LogprobsTracker(tokenizer, output.prompt_token_ids, skip_special_tokens=skip, start=start)
+        return self.generation.track(LogprobsTracker, output, start=start)
 
     def _choice(self, number: int, completion: CompletionOutput, finish_reason: str | None) -> CompletionChoice:
         reason: Literal["stop", "length"] | None = None

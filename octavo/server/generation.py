@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -24,6 +24,7 @@ from octavo.server.errors import ApiError, unsupported
 from octavo.server.fields import refuse_unknown, refuse_unsupported
 from octavo.server.formats import form_error, renamed
 from octavo.server.logging import log_fields, log_prompt
+from octavo.server.logprobs import LogprobsTracker, TextLogprobs
 from octavo.server.metrics import RequestObserver
 from octavo.server.middleware import client_of
 from octavo.server.prompts import TokenizedPrompt, truncated
@@ -35,6 +36,8 @@ from octavo.server.service import ServedModel, Service
 DEFAULT_MAX_LOGPROBS = 20
 
 logger = logging.getLogger("octavo.server")
+
+T = TypeVar("T", LogprobsTracker, TextLogprobs)
 
 
 @dataclass(slots=True)
@@ -116,6 +119,16 @@ class Generation:
     def choices(self, output: RequestOutput) -> list[CompletionOutput]:
         """The first ``n`` completions of an output; beam search returns its whole width."""
         return output.outputs[: self.n]
+
+    def track(self, kind: type[T], output: RequestOutput, **options: Any) -> T:
+        """What follows the tokens of a choice: a ``LogprobsTracker`` or a ``TextLogprobs``."""
+        return kind(
+            self.service.llm.tokenizer,
+            output.prompt_token_ids,
+            skip_special_tokens=self.body.skip_special_tokens is not False,
+            visible_tokens=self.options.visible_tokens,
+            **options,
+        )
 
     def usage(self) -> Usage:
         """Tokens used so far."""

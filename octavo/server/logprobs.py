@@ -25,11 +25,8 @@ class Token:
     logprobs: TokenLogprobs | None
 
 
-class LogprobsTracker:
-    """Holds back the logprobs of a completion's tokens until their text is returned.
-
-    Invariant: a token's logprobs are returned with its text, so they do not reveal text that is still held back.
-    """
+class _Tracker:
+    """Follows the text of a completion's tokens."""
 
     def __init__(
         self,
@@ -38,16 +35,27 @@ class LogprobsTracker:
         *,
         skip_special_tokens: bool,
         visible_tokens: frozenset[int] = frozenset(),
-        start: int = 0,
     ) -> None:
-        """For a completion after the tokens ``before``; its text begins at offset ``start``.
+        """For a completion after the tokens ``before``.
 
         ``visible_tokens``: special tokens that are not skipped with the others.
         """
-        self._start = start
+        self._skipped = tokenizer.special_ids - visible_tokens if skip_special_tokens else frozenset[int]()
         self._stream = TextStream(
             tokenizer, before, skip_special_tokens=skip_special_tokens, visible_tokens=visible_tokens
         )
+
+
+class LogprobsTracker(_Tracker):
+    """Holds back the logprobs of a completion's tokens until their text is returned.
+
+    Invariant: a token's logprobs are returned with its text, so they do not reveal text that is still held back.
+    """
+
+    def __init__(self, *args: Any, start: int = 0, **options: Any) -> None:
+        """The text of the completion begins at offset ``start``; else see the base class."""
+        super().__init__(*args, **options)
+        self._start = start
         #: Characters of the text of all tokens, and of the text that was returned.
         self._end = self._returned = 0
         #: (end of its text, token) of the tokens whose text was not returned yet.
@@ -68,26 +76,16 @@ class LogprobsTracker:
         return ready
 
 
-class TextLogprobs:
+class TextLogprobs(_Tracker):
     """Which tokens the texts of a choice are made of, where some of what the model writes is reasoning, calls or marks.
 
     Invariant: a token is given once, when the last of its text is, or with ``rest`` of the text that ends within it.
     Tokens whose text is in none, such as the one that ends the choice, are not given.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        before: Sequence[int],
-        *,
-        skip_special_tokens: bool,
-        visible_tokens: frozenset[int] = frozenset(),
-    ) -> None:
-        """As of ``LogprobsTracker``."""
-        self._skipped = tokenizer.special_ids - visible_tokens if skip_special_tokens else frozenset[int]()
-        self._stream = TextStream(
-            tokenizer, before, skip_special_tokens=skip_special_tokens, visible_tokens=visible_tokens
-        )
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See the base class."""
+        super().__init__(*args, **options)
         #: (end of its text, the tokens that it is made of) of whole characters not asked for yet; then of one begun.
         self._held: deque[tuple[int, list[Token]]] = deque()
         self._begun: list[Token] = []

@@ -198,7 +198,7 @@ async def _serve_engine(
         metrics.on_state(stats, replica)
     llm.stat_loggers.append(metrics)
     if llm.config.log_stats_interval is None:
-        llm.stat_loggers.append(StatusLine(options.status_interval))
+        llm.stat_loggers.append(StatusLine())
     settle_collector()
     server = _make_server(make_app(service, keys), options, names)
     return await _ServerLifecycle(service, server).run(sock)

@@ -13,7 +13,7 @@ from octavo.cli.parsing import Parser
 from octavo.core.config import EngineConfig, make_config
 from octavo.core.config_sources import parse_option, resolve_config
 from octavo.core.errors import ConfigError
-from octavo.core.foreign_options import ALIASES, FOREIGN_OPTIONS, own_options
+from octavo.core.foreign_options import ALIASES, FOREIGN_OPTIONS, OTHER_NAMES, own_options
 from octavo.core.server_options import ServerOptions
 
 PLAIN = EngineConfig(model="m")
@@ -105,6 +105,35 @@ def test_flags_take_them_and_help_leaves_them_out() -> None:
 def test_other_names_of_values(name: str, alias: str, value: str) -> None:
     assert getattr(resolve_config({"model": "m", name: alias}, environ={}), name) == value
     assert parse_option(name, alias) == value
+
+
+@pytest.mark.parametrize(
+    ("other", "text", "name", "value"),
+    [
+        ("cudagraph_capture_sizes", "1,2, 8", "graph_capture", [1, 2, 8]),
+        ("status_interval", "2.5", "log_stats_interval", 2.5),
+    ],
+)
+def test_other_names_of_options(other: str, text: str, name: str, value: Any, tmp_path: Path) -> None:
+    assert OTHER_NAMES[other] == name and other not in EngineConfig.model_fields.keys() | ServerOptions.model_fields
+    file = tmp_path / "octavo.yaml"
+    file.write_text(f"model: m\n{other}: {value}\n")
+    configs = [
+        make_config(model="m", **{other: value}),
+        resolve_config({"model": "m", other: value}, environ={}),
+        resolve_config({}, config_file=file, environ={}),
+        resolve_config({"model": "m"}, environ={f"OCTAVO_{other.upper()}": text}),
+        from_flags("--" + other.replace("_", "-"), text),
+    ]
+    assert [getattr(config, name) for config in configs] == [value] * 5
+    resolved = resolve_config({name: value}, config_file=file, environ={f"OCTAVO_{other.upper()}": ""})
+    assert getattr(resolved, name) == value
+    with pytest.raises(ConfigError, match=f"option '{name}' is given twice, by different names"):
+        make_config(model="m", **{other: value, name: value})
+
+
+def test_no_sizes_of_captured_steps_are_the_default() -> None:
+    assert make_config(model="m", cudagraph_capture_sizes=None).graph_capture == "lazy"
 
 
 def test_none_gives_an_option_its_default() -> None:

@@ -33,7 +33,7 @@ IDLE: list[tuple[Options, Options, Options, tuple[str, str]]] = [
     ({"structured_outputs_compile_seconds": 1.0}, {"skip_tokenizer_init": True}, {}, ("cpu", "cpu")),
     ({"graph_capture": "start"}, {}, {}, ("cpu", "cuda")),
     ({"graph_capture": "start"}, {"enforce_eager": True}, {}, ("cuda", "cuda")),
-    ({"cudagraph_capture_sizes": [1, 2]}, {}, {}, ("cpu", "cuda")),
+    ({"graph_capture": [1, 2]}, {}, {}, ("cpu", "cuda")),
     ({"enforce_eager": True}, {}, {}, ("cpu", "cuda")),
     ({"deterministic": True}, {}, {}, ("cpu", "cuda")),
     ({"max_num_partial_prefills": 2}, {"batching": "prefill_first"}, {}, ("cpu", "cpu")),

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.kv_spec import KVGroup, KVSpec, group_layers
+from octavo.core.kv_spec import KVSpec, LayerGroup, group_layers
 
 FULL, WINDOWED = KVSpec("full", 2, 8, "bfloat16"), KVSpec("sliding", 2, 8, "bfloat16", window=16)
 
 
 def test_layers_of_equal_specs_are_one_group_in_the_order_of_their_first() -> None:
     assert group_layers([WINDOWED, FULL, KVSpec("sliding", 2, 8, "bfloat16", window=16), FULL]) == [
-        KVGroup(WINDOWED, (0, 2)),
-        KVGroup(FULL, (1, 3)),
+        LayerGroup(WINDOWED, (0, 2)),
+        LayerGroup(FULL, (1, 3)),
     ]
-    assert group_layers([FULL] * 3) == [KVGroup(FULL, (0, 1, 2))]
+    assert group_layers([FULL] * 3) == [LayerGroup(FULL, (0, 1, 2))]
     assert group_layers([WINDOWED, KVSpec("sliding", 2, 8, "bfloat16", window=17)])[1].layers == (1,)
     assert group_layers([]) == []
 

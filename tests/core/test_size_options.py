@@ -26,22 +26,22 @@ def test_bytes_have_a_unit_or_not_in_every_source(text: str, size: int, tmp_path
 
 def test_capture_sizes_are_a_list_in_every_source(tmp_path: Path) -> None:
     file = tmp_path / "octavo.yaml"
-    file.write_text("model: m\ncudagraph_capture_sizes: [1, 2, 16]\n")
-    assert resolve_config({}, config_file=file, environ={}).cudagraph_capture_sizes == [1, 2, 16]
-    environ = {"OCTAVO_CUDAGRAPH_CAPTURE_SIZES": "1,2, 16", "OCTAVO_MODEL": "m"}
-    assert resolve_config({}, environ=environ).cudagraph_capture_sizes == [1, 2, 16]
-    assert make_config(model="m", cudagraph_capture_sizes=[4]).cudagraph_capture_sizes == [4]
-    assert make_config(model="m").cudagraph_capture_sizes is None
+    file.write_text("model: m\ngraph_capture: [1, 2, 16]\n")
+    assert resolve_config({}, config_file=file, environ={}).graph_sizes == [1, 2, 16]
+    environ = {"OCTAVO_GRAPH_CAPTURE": "1,2, 16", "OCTAVO_MODEL": "m"}
+    assert resolve_config({}, environ=environ).graph_sizes == [1, 2, 16]
+    assert make_config(model="m", graph_capture=[4]).graph_sizes == [4]
+    assert make_config(model="m").graph_sizes is None
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"cudagraph_capture_sizes": []}, "at least 1 item"),
-        ({"cudagraph_capture_sizes": [0]}, "greater than or equal to 1"),
-        ({"cudagraph_capture_sizes": "1,two"}, "invalid literal"),
-        ({"cudagraph_capture_sizes": [8, 512]}, r"has 512, but no batch has more than max_num_seqs \(256\)"),
-        ({"cudagraph_capture_sizes": [8], "enforce_eager": True}, "enforce_eager turns CUDA graphs off"),
+        ({"graph_capture": []}, "at least 1 item"),
+        ({"graph_capture": [0]}, "greater than or equal to 1"),
+        ({"graph_capture": "1,two"}, "invalid literal"),
+        ({"graph_capture": [8, 512]}, r"has 512, but no batch has more than max_num_seqs \(256\)"),
+        ({"graph_capture": [8], "enforce_eager": True}, "enforce_eager turns CUDA graphs off"),
     ],
 )
 def test_capture_sizes_that_cannot_be_used_are_refused(options: dict[str, Any], says: str) -> None:

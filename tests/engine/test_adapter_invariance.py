@@ -10,7 +10,7 @@ import pytest
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.core.adapters import LoRARequest
 from octavo.loader.adapters.targets import AdapterTargets
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from tests.runner.test_adapter_store import make_adapter
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")

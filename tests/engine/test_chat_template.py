@@ -8,7 +8,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
-from octavo.engine import chat_template
+from octavo.engine import template_program
 from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat
 
 CHATML = """{% for message in messages %}
@@ -280,7 +280,7 @@ def test_ordinary_arithmetic_works() -> None:
 
 
 def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_RENDERED", 1000)
+    monkeypatch.setattr(template_program, "MAX_RENDERED", 1000)
     endless = "{% for i in range(90000) %}{% for j in range(90000) %}xxxxxxxxxx{% endfor %}{% endfor %}"
     with pytest.raises(InvalidRequestError, match="more than 1000 characters"):
         render_chat(endless, [USER])

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 
+from octavo.core.sampling_params import SamplingParams
 from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.loader.resolve import resolve_model
@@ -42,9 +43,15 @@ def sentencepiece(prefix: bool = True) -> Tokenizer:
     return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"}, {})
 
 
+def detokenizing(
+    tokenizer: Tokenizer, prompt: list[int], *, visible_tokens: frozenset[int] = frozenset(), **params: Any
+) -> IncrementalDetokenizer:
+    return IncrementalDetokenizer(tokenizer, prompt, SamplingParams(max_tokens=None, **params), visible_tokens)
+
+
 def run(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None, **options: Any) -> str:
     """The text in pieces, checking that it is the one that is taken at once."""
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt or [], **options)
+    detokenizer = detokenizing(tokenizer, prompt or [], **options)
     shown = ""
     for token_id in ids:
         match = detokenizer.append([token_id])
@@ -53,7 +60,7 @@ def run(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None, *
             break
     detokenizer.finish()
     shown += detokenizer.take_text()
-    at_once = IncrementalDetokenizer(tokenizer, prompt or [], **options)
+    at_once = detokenizing(tokenizer, prompt or [], **options)
     at_once.append(ids)
     at_once.finish()
     assert shown == at_once.take_text()
@@ -142,7 +149,7 @@ def test_half_a_character_is_held_back_until_it_is_whole() -> None:
     for tokenizer in (byte_level(), sentencepiece()):
         ids = tokenizer.encode("🦩", add_special_tokens=False)
         assert len(ids) > 1
-        detokenizer = IncrementalDetokenizer(tokenizer, [])
+        detokenizer = detokenizing(tokenizer, [])
         for token_id in ids[:-1]:
             detokenizer.append([token_id])
             assert detokenizer.take_text() == ""
@@ -153,7 +160,7 @@ def test_half_a_character_is_held_back_until_it_is_whole() -> None:
 def test_half_a_character_at_the_end_is_a_replacement_character() -> None:
     for tokenizer in (byte_level(), sentencepiece()):
         ids = tokenizer.encode("hello🦩", add_special_tokens=False)
-        detokenizer = IncrementalDetokenizer(tokenizer, [])
+        detokenizer = detokenizing(tokenizer, [])
         detokenizer.append(ids[:-1])
         assert detokenizer.take_text() == "hello"
         detokenizer.finish()
@@ -161,7 +168,7 @@ def test_half_a_character_at_the_end_is_a_replacement_character() -> None:
 
 
 def test_a_line_break_made_of_a_byte_token_comes_at_once() -> None:
-    detokenizer = IncrementalDetokenizer(sentencepiece(), [1], stop=["\n"])
+    detokenizer = detokenizing(sentencepiece(), [1], stop=["\n"])
     assert detokenizer.append([HELLO, BYTE + 10]) == "\n"
     assert detokenizer.take_text() == "hello"
 
@@ -173,7 +180,7 @@ def characters(text: str) -> list[int]:
 
 
 def stopped(text: str, stop: list[str], step: int = 1, **options: Any) -> tuple[tuple[str, int] | None, str]:
-    detokenizer = IncrementalDetokenizer(byte_level(), [], stop=stop, **options)
+    detokenizer = detokenizing(byte_level(), [], stop=stop, **options)
     ids, match = characters(text), None
     for i in range(0, len(ids), step):
         match = match or detokenizer.append(ids[i : i + step])
@@ -192,7 +199,7 @@ def test_a_stop_string_inside_one_token_is_found() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("say hello there", add_special_tokens=False)
     assert tokenizer.token_text(ids[1]) == " hello"
-    detokenizer = IncrementalDetokenizer(tokenizer, [], stop=["ll"])
+    detokenizer = detokenizing(tokenizer, [], stop=["ll"])
     assert (detokenizer.append(ids), detokenizer.num_tokens) == ("ll", 2)
     assert detokenizer.append(ids) is None
     assert detokenizer.take_text() == "say he"
@@ -213,7 +220,7 @@ def test_a_stop_string_before_min_tokens_is_ordinary_text(minimum: int) -> None:
 
 
 def test_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
-    detokenizer = IncrementalDetokenizer(byte_level(), [], stop=["END."])
+    detokenizer = detokenizing(byte_level(), [], stop=["END."])
     seen = []
     for token_id in characters("x ENENDS E"):
         detokenizer.append([token_id])
@@ -224,7 +231,7 @@ def test_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
 
 
 def test_nothing_is_held_back_if_the_stop_string_is_kept() -> None:
-    detokenizer = IncrementalDetokenizer(byte_level(), [], stop=["END"], include_stop_str_in_output=True)
+    detokenizer = detokenizing(byte_level(), [], stop=["END"], include_stop_str_in_output=True)
     detokenizer.append(characters("x EN"))
     assert detokenizer.take_text() == "x EN"
 
@@ -265,7 +272,7 @@ def test_streamed_text_is_never_taken_back(text: str, stops: list[str]) -> None:
 
 def test_a_stop_string_may_end_with_a_broken_character() -> None:
     ids = byte_level().encode("x🦩", add_special_tokens=False)
-    detokenizer = IncrementalDetokenizer(byte_level(), [], stop=["x\ufffd"])
+    detokenizer = detokenizing(byte_level(), [], stop=["x\ufffd"])
     assert detokenizer.append(ids[:-1]) is None
     assert (detokenizer.finish(), detokenizer.num_tokens) == ("x\ufffd", len(ids) - 1)
     assert detokenizer.take_text() == ""
@@ -278,7 +285,7 @@ def test_special_tokens_are_left_out_or_kept() -> None:
 
 
 def seconds(ids: list[int], tokenizer: Tokenizer, stop: list[str]) -> float:
-    detokenizer = IncrementalDetokenizer(tokenizer, [], stop=stop)
+    detokenizer = detokenizing(tokenizer, [], stop=stop)
     start = time.process_time()
     for token_id in ids:
         detokenizer.append([token_id])

@@ -15,7 +15,7 @@ from octavo.core.adapters import LoRARequest
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
 from octavo.loader.adapters.targets import AdapterTargets
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.runner import loaded_model
 from octavo.runner.drafter import Drafts
 from octavo.runner.eagle import EagleDrafter

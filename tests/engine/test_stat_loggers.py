@@ -65,7 +65,7 @@ def test_without_loggers_nothing_is_measured(tiny_model: Path, monkeypatch: pyte
     LLM(str(tiny_model), disable_log_stats=True, **OPTIONS).generate("one", PARAMS, use_tqdm=False)
     with pytest.raises(AssertionError, match="measured"):
         LLM(str(tiny_model), disable_log_stats=False, **OPTIONS)
-    refused: list[dict[str, Any]] = [{"log_stats_interval": 0}, {"log_stats_interval": 5, "disable_log_stats": True}]
+    refused: list[dict[str, Any]] = [{"log_stats_interval": -1}, {"log_stats_interval": 5, "disable_log_stats": True}]
     for wrong in refused:
         with pytest.raises(ConfigError, match="log_stats_interval"):
             LLM(str(tiny_model), **wrong, **OPTIONS)

@@ -15,7 +15,7 @@ from octavo.executor import external
 from octavo.executor.external import ExternalLauncherExecutor
 from octavo.executor.rank_check import RankCheck, find_difference
 from octavo.executor.worker import WorkerSpec
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 
 PLACE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x"}
 

@@ -17,7 +17,7 @@ from octavo.executor.broadcast import Broadcast, Receiver
 from octavo.executor.remote import RemoteExecutor
 from octavo.executor.worker import WorkerSpec
 from octavo.executor.worker_loop import DONE, WorkerLoop
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 
 
 class Connected(RemoteExecutor):

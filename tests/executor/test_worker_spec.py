@@ -11,7 +11,7 @@ import transformers
 
 from octavo.core.config import make_config
 from octavo.executor.worker import WorkerSpec
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 
 FAMILIES = {
     "LlamaForCausalLM": "LlamaConfig",

@@ -16,7 +16,7 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.grammar import compiler as module
 from octavo.grammar.compiler import GrammarCompiler
-from octavo.grammar.digest import digest
+from octavo.grammar.forms import digest
 from octavo.sandbox import process
 from octavo.sandbox.pool import Sandbox
 from tests.busy_machine import PATIENCE

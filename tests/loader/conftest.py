@@ -19,8 +19,8 @@ from octavo.loader.gguf_config import write_gguf_folder
 from octavo.loader.gguf_weights import GGUFCheckpoint
 from octavo.loader.weights import read_safetensors
 from octavo.models.checkpoint import Pairs
-from octavo.models.config import read_model_config
-from octavo.models.sizes import outline
+from octavo.models.config_files import read_model_config
+from octavo.models.sizes import build_without_weights
 
 #: A byte-level vocabulary: the 256 byte characters, a few merges, two special tokens.
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld", "Ġ Ġ", "1 2"]
@@ -150,7 +150,7 @@ def tensors_of(
 ) -> dict[str, Tensor | QuantizedRows]:
     """What a network is given of a folder's safetensors, or of a GGUF file, under its own names."""
     config = read_model_config(folder)
-    network = outline(config, "float32")
+    network = build_without_weights(config, "float32")
     shapes = network.tensor_shapes()
     pairs: Pairs = read_safetensors(folder)
     if gguf is not None:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.errors import AdapterError
-from octavo.loader.adapters.check import check_adapter, read_adapter
+from octavo.loader.adapters.adapter_files import check_adapter, read_adapter
 from octavo.loader.adapters.targets import AdapterTargets
 from octavo.models.checkpoint import is_transposed
-from octavo.models.config import read_model_config
-from octavo.models.sizes import outline
+from octavo.models.config_files import read_model_config
+from octavo.models.sizes import build_without_weights
 
 E, F, V, HEADS, KV_HEADS, LAYERS = 32, 48, 61, 4, 2, 2
 Q, K = E, E // HEADS * KV_HEADS
@@ -182,7 +182,7 @@ def test_the_product_is_what_the_checkpoint_map_makes_of_a_changed_weight(
     targets = make_targets(tmp_path / "model", config)
     tensors = pair(module, out, inputs)
     down, up = tensors.values()
-    network = outline(targets.config, "float32")
+    network = build_without_weights(targets.config, "float32")
     name, delta = f"{module}.weight", 2 * up @ down
     shapes = {name: layer.expected[shard] for name, layer, shard in network.tensors()}
     pairs: Any = [(name, delta.t() if is_transposed(name, network.checkpoint_map) else delta)]

@@ -18,7 +18,7 @@ from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.loader.weights import read_safetensors, read_safetensors_to
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 
 
 def write(folder: Path, files: int, each: int) -> dict[str, Tensor]:

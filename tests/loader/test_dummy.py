@@ -25,9 +25,9 @@ from octavo.loader.dummy import dummy_weights
 from octavo.loader.model import load_model, make_dummy_model
 from octavo.loader.resolve import resolve_model
 from octavo.loader.shapes import SHAPES
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.models.registry import make_network
-from octavo.models.sizes import num_parameters, outline, weight_bytes
+from octavo.models.sizes import build_without_weights, num_parameters, weight_bytes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -175,7 +175,7 @@ def test_the_shapes_are_those_of_the_published_models(
     folder = resolve_model(name)
     assert folder == resolve_model(name)
     c = read_model_config(folder)
-    assert weight_bytes(outline(c, "bfloat16")) == 2 * parameters
+    assert weight_bytes(build_without_weights(c, "bfloat16")) == 2 * parameters
     assert c.max_position == context
     with pytest.raises(TokenizerError, match="load_format='dummy'"):
         LLM(name, device="cpu", kernels="reference", max_model_len=64)
@@ -195,7 +195,7 @@ def test_shapes_with_windows_are_those_of_the_published_models(
     name: str, parameters: int, windows: dict[int | None, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
-    network = outline(read_model_config(resolve_model(name)), "bfloat16")
+    network = build_without_weights(read_model_config(resolve_model(name)), "bfloat16")
     assert num_parameters(network) == parameters
     assert Counter(spec.window for spec in network.kv_specs) == windows
 

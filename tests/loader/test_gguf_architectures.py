@@ -22,7 +22,7 @@ from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.loader.gguf_config import ARCHITECTURES
 from octavo.loader.gguf_file import GGUFFile
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from tests.loader.conftest import add_tokenizer, finish, interleave, tensors_of, values_of, write_folder
 
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Q
 
 from octavo.core.errors import OctavoError, TokenizerError, UnsupportedModelError, WeightError
 from octavo.loader.gguf_metadata import llama3_parameters
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from tests.loader.conftest import tensors_of, values_of, write_folder
 
 KINDS = [

@@ -19,7 +19,7 @@ from octavo.layers.context import LayerContext
 from octavo.loader.gguf_file import SUPPORTED_TYPES
 from octavo.loader.model import load_model
 from octavo.loader.resolve import gguf_source
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from tests.loader.conftest import random_blocks, tensors_of, values_of, write_folder
 
 

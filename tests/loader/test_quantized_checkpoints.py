@@ -21,10 +21,10 @@ from octavo.core.config import make_config
 from octavo.core.errors import ConfigError, OctavoError, WeightError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
-from octavo.loader.check import check_model
+from octavo.loader.checkpoint_check import check_model
 from octavo.loader.model import load_model
 from octavo.loader.resolve import weight_quantization
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.models.config_reader import ConfigReader
 from octavo.models.quantization import read_quantization
 from tests import quantized_checkpoints as packers

@@ -15,7 +15,7 @@ from octavo import LLM, SamplingParams
 from octavo.core.errors import DownloadError, ModelNotFoundError, WeightError
 from octavo.loader.cache import cache_dir, publish
 from octavo.loader.resolve import gguf_folder, resolve_model
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from tests.busy_machine import PATIENCE
 from tests.hub_folders import hub_folder
 

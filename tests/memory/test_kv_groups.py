@@ -160,7 +160,6 @@ def test_bytes_are_those_of_each_groups_blocks() -> None:
     held = used(manager)
     assert held == [5, 3]
     assert manager.held_bytes(0) == 5 * 7 + 3 * 100
-    assert manager.bytes_of([0, 9, 10, 19]) == 2 * 7 + 2 * 100
     assert manager.swap_out([0])
     assert manager.blocks_to_swap_in([0]) == (5, 3)
     assert manager.held_bytes(0) == 0

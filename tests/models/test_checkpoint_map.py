@@ -22,8 +22,8 @@ from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.models.checkpoint import (
+    CheckpointEntry,
     Drop,
-    Entry,
     Join,
     Permute,
     Rename,
@@ -33,11 +33,11 @@ from octavo.models.checkpoint import (
     transpose,
     ungroup_heads,
 )
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.models.config_reader import ConfigReader, common_fields
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.registry import NETWORKS
-from octavo.models.sizes import outline, weight_bytes
+from octavo.models.sizes import build_without_weights, weight_bytes
 
 ONE = "model.safetensors"
 PROMPT = [3, 17, 99, 42, 0, 8, 61, 100, 5]
@@ -53,7 +53,7 @@ class FusedConfig(ModelConfig):
 class FusedLlama(LlamaForCausalLM):
     """A Llama saved in the manner of GPT-2: other prefixes, fused and transposed matrices, the embedding in pieces."""
 
-    checkpoint_map: tuple[Entry, ...] = (
+    checkpoint_map: tuple[CheckpointEntry, ...] = (
         Drop(r"\.attn\.mask$"),
         Rename(r"^transformer\.h\.", "model.layers."),
         Rename(r"\.attn\.", ".self_attn."),
@@ -132,7 +132,9 @@ def test_a_new_architecture_is_a_file_and_a_line_of_the_registry(plain: Path, fu
     assert isinstance(network, FusedLlama)
     expected = driver(load_model(plain, read_model_config(plain), context())).run("s", PROMPT, [5, 1])
     assert torch.equal(driver(network).run("s", PROMPT, [5, 1]), expected)
-    assert weight_bytes(outline(config, "float32")) == sum(t.nbytes for t in load_file(plain / ONE).values())
+    assert weight_bytes(build_without_weights(config, "float32")) == sum(
+        t.nbytes for t in load_file(plain / ONE).values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_a_duplicate_part_is_named() -> None:
         Permute("w", ungroup_heads(3, 1)),  # its order does not fit two rows
     ],
 )
-def test_other_tensors_pass_unchanged(entry: Entry) -> None:
+def test_other_tensors_pass_unchanged(entry: CheckpointEntry) -> None:
     pairs: list[tuple[str, Any]] = [("a.xx.weight", torch.ones(2, 3))] if not isinstance(entry, Transform) else []
     pairs.append(("weight", torch.ones(2, 3)))
     out = list(entry.apply(pairs, {}))

@@ -13,7 +13,7 @@ import torch
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.loader.model import load_model
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation, rotary_fields
 from tests.models import test_bloom, test_falcon, test_gpt2, test_opt
 from tests.models.test_networks import PROMPT, tensor_parallel_logits

@@ -15,9 +15,9 @@ from octavo.core.errors import ConfigError, OctavoError, WeightError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.models.deepseek import DeepseekConfig
-from octavo.models.sizes import outline
+from octavo.models.sizes import build_without_weights
 from tests.models.test_networks import tensor_parallel_logits
 from tests.models.zoo import (
     PARAMS,
@@ -169,4 +169,4 @@ def test_experts_that_cannot_be_chosen_are_refused(tmp_path: Path) -> None:
     content = {**v3().to_dict(), "architectures": ["DeepseekV3ForCausalLM"], "n_group": 3}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="8 experts cannot be limited to 2 of 3 equal groups"):
-        outline(read_model_config(tmp_path), "float32")
+        build_without_weights(read_model_config(tmp_path), "float32")

@@ -16,9 +16,9 @@ from octavo.core.kv_spec import group_layers
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
 from octavo.kernels.interface import Kernels
 from octavo.layers.context import LayerContext
-from octavo.loader.eagle import load_head, read_head_config
+from octavo.loader.eagle_files import load_head, read_head_config
 from octavo.loader.model import load_model
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.models.decoder import Decoder
 from octavo.models.eagle_config import EagleMethod
 from tests.models.eagle_heads import TARGET, Head, Reference, eagle1, eagle3

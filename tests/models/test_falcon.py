@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from tests.models.zoo import SMALL, Zoo, edit_config
 
 

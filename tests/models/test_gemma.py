@@ -15,7 +15,7 @@ from octavo.core.model_config import RopeConfig
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.models.gemma import GemmaConfig
 from tests.models.zoo import SMALL, Zoo
 

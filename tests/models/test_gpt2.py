@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from octavo.core.errors import ConfigError, UnsupportedModelError
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from tests.models.zoo import PROMPT, Zoo, edit_config, logits_of, prompts_of, rename_tensors
 
 SHAPE = {

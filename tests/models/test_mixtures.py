@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
 from octavo.kernels.reference import ReferenceKernels
-from octavo.lab.step_costs import layer_weights, weight_bytes_read
+from octavo.lab.simulate.step_costs import layer_weights, weight_bytes_read
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
-from octavo.models.config import read_model_config
-from octavo.models.sizes import num_active_parameters, num_parameters, outline
+from octavo.models.config_files import read_model_config
+from octavo.models.sizes import build_without_weights, num_active_parameters, num_parameters
 from tests.models.test_networks import tensor_parallel_logits
 from tests.models.zoo import PROMPT, SMALL, Zoo, assert_same, edit_config, logits_of
 
@@ -102,7 +102,7 @@ def test_1_2_and_4_tensor_parallel_workers_give_the_same_bits(
 def test_what_a_token_reads_is_counted(save_model: Callable[..., Any], tmp_path: Path) -> None:
     save_model(qwen2_moe())
     config = read_model_config(tmp_path)
-    network = outline(config, "float32")
+    network = build_without_weights(config, "float32")
     expert, shared, dense, attention = 3 * 48 * 24, 3 * 48 * 56, 3 * 48 * 80, 2 * 48 * 48 + 2 * 48 * 16
     router = 48 * 6 + 48
     layers = 3 * attention + dense + 2 * (router + shared)

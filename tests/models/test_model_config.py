@@ -10,7 +10,7 @@ import pytest
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ModelConfig
-from octavo.models.config import check_architecture, default_sampling, read_model_config
+from octavo.models.config_files import check_architecture, default_sampling, read_model_config
 from octavo.models.registry import make_network, supported_architectures
 
 BASE: dict[str, Any] = {

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.models.network import Network
 from tests.busy_machine import PATIENCE
 

@@ -10,7 +10,7 @@ import torch
 from octavo.core.errors import ConfigError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.models.registry import make_network
 from tests.models.zoo import SMALL, Zoo
 

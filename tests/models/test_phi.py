@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.core.errors import UnsupportedModelError
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from tests.models.zoo import SMALL, Zoo, edit_config
 
 

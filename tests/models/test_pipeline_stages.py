@@ -19,9 +19,9 @@ from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.models.network import Network
-from octavo.models.sizes import outline_network, weight_bytes
+from octavo.models.sizes import build_rank_without_weights, weight_bytes
 
 SMALL = {
     "vocab_size": 53,
@@ -101,7 +101,7 @@ def test_layers_with_and_without_a_window_are_two_groups_of_caches(
 ) -> None:
     save_model(windowed())
     context = replace(WHOLE, kv_cache_dtype="bfloat16")
-    specs = outline_network(read_model_config(tmp_path), context).kv_specs
+    specs = build_rank_without_weights(read_model_config(tmp_path), context).kv_specs
     full, sliding = KVSpec("full", 2, 8, "bfloat16"), KVSpec("sliding", 2, 8, "bfloat16", 6)
     assert specs == [full, sliding, sliding, sliding]
     caches = ReferenceKernels().make_cache(group_layers(specs), [5, 3], 16)
@@ -113,7 +113,7 @@ def test_layers_with_and_without_a_window_are_two_groups_of_caches(
 def test_a_rank_counts_its_own_share(ranks: int, kv_heads: int, save_model: Callable[..., Any], tmp_path: Path) -> None:
     save_model(llama(tied=False))
     config, context = read_model_config(tmp_path), replace(WHOLE, tp_rank=0, tp_size=ranks)
-    network = outline_network(config, context)
+    network = build_rank_without_weights(config, context)
     assert {spec.num_kv_heads for spec in network.kv_specs} == {kv_heads}
     attention = 32 * 8 * (2 * 4 // ranks + 2 * kv_heads)
     layer = attention + 3 * 32 * 40 // ranks + 2 * 32

@@ -19,7 +19,7 @@ from octavo.kernels.interface import Kernels
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 
 #: What most small configurations have in common; the vocabulary is that of ``PROMPTS``.
 SMALL = {

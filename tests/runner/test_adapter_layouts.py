@@ -11,7 +11,7 @@ from octavo import LLM
 from octavo.core.adapters import LoRARequest
 from octavo.core.sampling_params import SamplingParams
 from octavo.loader.adapters.targets import AdapterTargets
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from tests.runner.test_adapter_store import make_adapter
 
 LAYOUTS: list[dict[str, Any]] = [

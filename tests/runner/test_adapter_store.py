@@ -19,9 +19,9 @@ from octavo.core.plan import NewSequence, StepResult, TableChange
 from octavo.core.preparations import adapter_preparation
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
-from octavo.loader.adapters.check import check_adapter
+from octavo.loader.adapters.adapter_files import check_adapter
 from octavo.loader.adapters.targets import AdapterTargets
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.runner import adapters
 from tests.runner.test_model_runner import PROMPT, Samples, Worker, samples
 

@@ -19,7 +19,7 @@ from octavo.core.plan import Fork, NewSequence, StepPlan, StepResult, TableChang
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.forward_batch import ForwardBatch, ForwardOutput
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.runner.device_batch import PinnedSend, SampledTokens, send_nowhere, to_device
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.loaded_model import LoadedModel

@@ -23,7 +23,7 @@ from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, paddi
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.runner import memory
 from octavo.runner.cache_sizing import CacheSizing
 from octavo.runner.loaded_model import LoadedModel

@@ -15,7 +15,7 @@ from octavo.core.preparations import grammar_preparation
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.structured_outputs import Grammar
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.runner import grammars
 from octavo.runner.grammars import GrammarPreparer
 from octavo.runner.preparations import PreparerContext, WorkerPreparations

@@ -22,7 +22,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardOutput
 from octavo.kernels.triton.backend import TritonKernels
 from octavo.kernels.triton.graphs import GraphedForward
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.runner.loaded_model import LoadedModel
 from octavo.runner.model_runner import ModelRunner
 from octavo.runner.pending import QueuedStep

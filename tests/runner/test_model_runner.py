@@ -14,7 +14,7 @@ from octavo.core.config import make_config
 from octavo.core.plan import Fork, NewSequence, PositionLogprobs, StepPlan, StepResult, TableChange
 from octavo.core.request import AnyTask, Beam, Generate
 from octavo.core.sampling_params import SamplingParams
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.runner.loaded_model import LoadedModel
 from octavo.runner.model_runner import ModelRunner
 

@@ -18,7 +18,7 @@ from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.models.llama import LlamaForCausalLM
 from octavo.runner.sleep import SleepState, _tensors, put_to_sleep, release_device_memory, wake_up
 

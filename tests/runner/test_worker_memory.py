@@ -13,7 +13,7 @@ from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import ConfigError, InsufficientMemoryError
 from octavo.core.kv_groups import KVLayout, window_blocks
 from octavo.core.parallel import ParallelLayout
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 from octavo.runner import memory
 from octavo.runner.cache_sizing import CacheSizing
 from octavo.runner.loaded_model import LoadedModel

@@ -17,8 +17,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.numpy_sampling import NumpySampling
 from octavo.kernels.triton.sampling_backend import TritonSampling
 from octavo.sampling.outputs import PendingSamplerOutput, SamplerOutput
-from octavo.sampling.sampler import Sampler
-from octavo.sampling.token_table import TokenTable
+from octavo.sampling.sampler import Sampler, TokenTable
 
 VOCAB = 200
 ON_GPU = torch.cuda.is_available()

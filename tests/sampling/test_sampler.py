@@ -21,10 +21,9 @@ from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.numpy_sampling import NumpySampling, position_logprobs
 from octavo.kernels.sampling import SamplingBackend
-from octavo.sampling.logits_processors import RowError, TokenMask
-from octavo.sampling.outputs import SamplerOutput
-from octavo.sampling.sampler import Sampler
-from octavo.sampling.token_table import TokenTable
+from octavo.sampling.logits_processors import TokenMask
+from octavo.sampling.outputs import RowError, SamplerOutput
+from octavo.sampling.sampler import Sampler, TokenTable
 
 VOCAB = 200
 

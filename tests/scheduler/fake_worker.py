@@ -757,7 +757,7 @@ def check_preparations(queues: Queues) -> None:
 def check_cache(engine: Engine) -> None:
     """The prefix cache describes the content of every cached block, which follows that of its parent."""
     for kv_group in engine.blocks.groups:
-        check_index(engine, kv_group.cache._on_device)
+        check_index(engine, kv_group.cache.on_device)
 
 
 def check_index(engine: Engine, index: ContentIndex) -> None:

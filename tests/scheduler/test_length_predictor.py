@@ -15,8 +15,9 @@ from scipy.stats import kendalltau
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
+from octavo.lab.bench.policies.kendall import kendall_tau
 from octavo.scheduler import length_predictor
-from octavo.scheduler.length_predictor import LengthPredictor, features_of, kendall_tau
+from octavo.scheduler.length_predictor import LengthPredictor, features_of
 
 Traffic = list[tuple[EngineCoreRequest, int]]
 
@@ -39,7 +40,7 @@ def traffic(seed: int, count: int, log_length: Callable[[int, int, int], float],
 
 
 def ranking(requests: Traffic) -> tuple[float, float]:
-    """Kendall's tau of predictions at arrival with the lengths, of the second half, and as the predictor reports it."""
+    """Kendall's tau of predictions at arrival with the lengths: of the second half, and of those remembered."""
     predictor = LengthPredictor()
     predicted = []
     for known, length in requests:
@@ -47,7 +48,8 @@ def ranking(requests: Traffic) -> tuple[float, float]:
         predicted.append(predictor.log_length(features))
         predictor.learn(features, length)
     half = len(requests) // 2
-    return kendall_tau(predicted[half:], [length for _, length in requests[half:]]), predictor.ranking().tau
+    recent, lengths = zip(*predictor.recent, strict=True)
+    return kendall_tau(predicted[half:], [length for _, length in requests[half:]]), kendall_tau(recent, lengths)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,11 +22,10 @@ from octavo.engine.llm import LLM
 from octavo.engine.llm_engine import LLMEngine
 from octavo.executor.executor import Executor
 from octavo.kernels import resolve_device
-from octavo.lab.bench.least_squares import robust_relative
 from octavo.lab.bench.offline import greedy, random_prompts
 from octavo.lab.simulate.step_profile import FitError, Overhead, StepProfile
 from octavo.lab.simulate.work import StepWork, count_work
-from octavo.models.sizes import kv_bytes_per_token, outline
+from octavo.models.sizes import build_without_weights, kv_bytes_per_token
 
 #: Tokens of a step at which the curve of the matrix products may bend.
 _KNOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
@@ -149,7 +148,7 @@ def fit_profile(steps: list[MeasuredStep], **facts: Any) -> StepProfile:
     costs = np.array([[getattr(step.work, name) for name in _COSTS.values()] for step in steps], float)
     tokens = np.array([step.work.tokens for step in steps], float)
     seconds = np.array([step.seconds for step in steps])
-    found = robust_relative(np.hstack([_ramps(tokens, knots), costs]), seconds)
+    found = _robust_relative(np.hstack([_ramps(tokens, knots), costs]), seconds)
     curve = np.cumsum(found[: len(knots)])
     facts |= zip(_COSTS, map(float, found[len(knots) :]), strict=True)
     profile = StepProfile(
@@ -228,7 +227,7 @@ def _drive(
 def _facts(llm: LLM, device: str, adding: list[float]) -> dict[str, Any]:
     """The fields of the profile that are not fitted."""
     core = llm.llm_engine.core
-    network = outline(core.model_config, core.dtype, kv_cache_dtype=core.options.kv_cache_dtype)
+    network = build_without_weights(core.model_config, core.dtype, kv_cache_dtype=core.options.kv_cache_dtype)
     moved = core.executor.measure_swap() / core.options.block_size
     return {
         "model": core.options.model,
@@ -241,3 +240,41 @@ def _facts(llm: LLM, device: str, adding: list[float]) -> dict[str, Any]:
         "copied": moved,
         "offline": Overhead(request=statistics.median(adding)),
     }
+
+
+def _robust_relative(
+    a: NDArray[np.float64], b: NDArray[np.float64], *, rounds: int = 8, tail: float = 3.0
+) -> NDArray[np.float64]:
+    """The x >= 0 for which the relative errors (a x - b) / b are small; b > 0.
+
+    Squares, but for errors above ``tail`` times the median one, which count by their size (Huber 1964), so that a few
+    rows disturbed by something else decide nothing.
+    """
+    nnls = least_squares()
+    rows = a / b[:, None]
+    scale = np.linalg.norm(rows, axis=0)
+    rows = rows / np.where(scale == 0, 1.0, scale)
+    ones = np.ones_like(b)
+    weights = ones
+    for _ in range(rounds):
+        root = np.sqrt(weights)
+        x, _ = nnls(rows * root[:, None], ones * root)
+        errors = np.abs(rows @ x - 1)
+        limit = max(tail * float(np.median(errors)), 1e-9)
+        weights = np.minimum(1.0, limit / np.maximum(errors, 1e-12))
+    solution: NDArray[np.float64] = x / np.where(scale == 0, 1.0, scale)
+    return solution
+
+
+def least_squares() -> Callable[..., Any]:
+    """scipy's least squares with non-negative coefficients.
+
+    Raises:
+        ConfigError: scipy is not installed.
+    """
+    try:
+        from scipy.optimize import nnls
+    except ImportError:
+        raise ConfigError("a fit needs scipy, which is not installed: pip install 'octavo[lab]'") from None
+    solve: Callable[..., Any] = nnls
+    return solve

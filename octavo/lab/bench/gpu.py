@@ -44,7 +44,7 @@ def kernels_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
     from octavo.lab.bench.kernel_cases import Shapes, Types, attention_cases, linear_cases
     from octavo.lab.bench.kernels import measure_case
     from octavo.loader.resolve import resolve_model
-    from octavo.models.config import read_model_config
+    from octavo.models.config_files import read_model_config
 
     config, device = read_model_config(resolve_model(shape)), torch.device(scale.device)
     kernels = load_kernels(scale.kernels, scale.device, head_dim=config.head_dim)

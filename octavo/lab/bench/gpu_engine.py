@@ -19,9 +19,9 @@ from octavo.lab.bench.offline import (
     run_batch,
     share_of_bandwidth,
 )
-from octavo.lab.step_costs import layer_weights, prefill_operations, weight_bytes_read
+from octavo.lab.simulate.step_costs import layer_weights, prefill_operations, weight_bytes_read
 from octavo.lab.workloads.lengths import Constant
-from octavo.models.sizes import kv_bytes_per_token, outline
+from octavo.models.sizes import build_without_weights, kv_bytes_per_token
 
 if TYPE_CHECKING:
     from octavo.engine.llm import LLM
@@ -82,7 +82,7 @@ def _engine(shape: str, scale: Scale, peak: Roofline, options: dict[str, Any]) -
     core = llm.llm_engine.core
     yield "engine ready", time.perf_counter() - start, "s", "LLM(...) with random weights, profiling run included"
     tokens = core.blocks.num_blocks * core.options.block_size
-    per_token = kv_bytes_per_token(outline(core.model_config, core.dtype))
+    per_token = kv_bytes_per_token(build_without_weights(core.model_config, core.dtype))
     yield "KV cache", tokens * per_token / 1e9, "GB", f"{tokens} tokens x {per_token} B"
     yield from each(
         [
@@ -102,7 +102,7 @@ def _prefill(llm: LLM, scale: Scale, peak: Roofline) -> Iterator[Row]:
     c, n = llm.llm_engine.core.model_config, scale.prefill
     runs = [_run(llm, 1, n, 1, seed) for seed in range(1 + _PREFILL_ROUNDS)][1:]
     seconds = statistics.median(run.prefill_seconds for run in runs)
-    network = outline(c, llm.llm_engine.core.dtype)
+    network = build_without_weights(c, llm.llm_engine.core.dtype)
     operations = prefill_operations(network, n)
     yield f"prefill {n}", n / seconds, "tok/s", f"{n} tokens / {seconds * 1e3:.2f} ms, median of {len(runs)}"
     if peak.tflops:
@@ -131,7 +131,7 @@ def _decode(llm: LLM, scale: Scale, peak: Roofline, batch: int) -> Iterator[Row]
         f"mean of {len(run.steady)} steps in which all {batch} decode, at {run.context:.1f} tokens of context",
     )
     yield f"{name}, rate", batch / run.step_seconds, "tok/s", f"{batch} tokens / {step_ms:.3f} ms"
-    network = outline(core.model_config, core.dtype)
+    network = build_without_weights(core.model_config, core.dtype)
     weights, cached = weight_bytes_read(network, batch), kv_bytes_per_token(network)
     if peak.gb_s:
         yield (

@@ -17,7 +17,7 @@ from octavo.kernels.lora import LowRank, LowRankPart, LowRankShape
 from octavo.kernels.packed_weight import PackedWeight
 from octavo.layers.base import Weight
 from octavo.models.network import Network
-from octavo.models.sizes import matrices, outline, size_bytes
+from octavo.models.sizes import build_without_weights, matrices, size_bytes
 
 #: Tokens of a block of the KV cache.
 BLOCK = 16
@@ -49,7 +49,7 @@ class Types:
     def network(self, config: ModelConfig) -> Network:
         """The network in these types, without memory for its weights."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return outline(config, dtype, self.quantization, self.kv_cache_dtype)
+        return build_without_weights(config, dtype, self.quantization, self.kv_cache_dtype)
 
 
 def cpu_shapes(rows: list[int]) -> Shapes:

@@ -15,12 +15,12 @@ from msgspec import structs
 
 from octavo.core.errors import WorkerError
 from octavo.core.sampling_params import SamplingParams
-from octavo.lab.step_costs import weight_bytes_read
+from octavo.lab.simulate.step_costs import weight_bytes_read
 from octavo.lab.workloads.lengths import Lengths
 from octavo.lab.workloads.tokens import token_ids
 from octavo.lab.workloads.work_items import WorkItem
 from octavo.lab.workloads.workload import Workload
-from octavo.models.sizes import kv_bytes_per_token, outline
+from octavo.models.sizes import build_without_weights, kv_bytes_per_token
 
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestOutput
@@ -123,7 +123,7 @@ def step_bytes(core: EngineCore, run: BatchRun) -> float:
     options = core.options
     # Where the bandwidth is known, on a GPU, "auto" is never a file's own bits.
     quantization = options.quantization if options.quantization in ("int8", "int4", "fp8") else None
-    network = outline(core.model_config, core.dtype, quantization, options.kv_cache_dtype)
+    network = build_without_weights(core.model_config, core.dtype, quantization, options.kv_cache_dtype)
     return weight_bytes_read(network, run.batch) + run.batch * run.context * kv_bytes_per_token(network)
 
 

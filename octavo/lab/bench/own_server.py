@@ -24,7 +24,7 @@ from octavo.core.errors import ConfigError
 from octavo.engine.tokenizer import NoTokenizer, Tokenizer, find_tokenizer
 from octavo.lab.workloads.tokens import ID_RANGE
 from octavo.loader.resolve import resolve_model
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 
 #: The model's name in requests.
 SERVED_NAME = "measured"

@@ -253,12 +253,12 @@ def _windows(options: EngineConfig) -> Iterator[WindowFigures]:
     """Of the model if it has windows, else of published ones."""
     from octavo.lab.bench.windows import SHAPES, measure_windows
     from octavo.loader.resolve import resolve_model
-    from octavo.models.config import read_model_config
-    from octavo.models.sizes import outline
+    from octavo.models.config_files import read_model_config
+    from octavo.models.sizes import build_without_weights
 
     def specs(name: str) -> list[KVSpec]:
         config = read_model_config(resolve_model(name, revision=options.revision, weights=False))
-        return outline(config, "bfloat16", kv_cache_dtype=options.kv_cache_dtype).kv_specs
+        return build_without_weights(config, "bfloat16", kv_cache_dtype=options.kv_cache_dtype).kv_specs
 
     own = specs(options.model)
     models = {options.model: own} if any(spec.window for spec in own) else {name: specs(name) for name in SHAPES}

@@ -15,10 +15,11 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
     from octavo.cli.machine import cpu_name, usable_cores
     from octavo.engine.llm import LLM
     from octavo.kernels import resolve_device
-    from octavo.lab.bench.calibrate import calibrate
+    from octavo.lab.bench.calibrate import calibrate, least_squares
     from octavo.lab.bench.calibrate_server import calibrate_server
     from octavo.lab.simulate.step_profile import format_profile
 
+    least_squares()  # refused before the measurement
     options = read_engine_config(arguments, model)
     device = f"{options.num_threads or usable_cores()} threads of {cpu_name()}"
     if resolve_device(options.device) != "cpu":

@@ -23,7 +23,7 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
     from octavo.lab.bench.kernel_cases import KernelCase, Types, cpu_shapes, gpu_shapes
     from octavo.lab.bench.kernels import cpu_limits, measure
     from octavo.loader.resolve import resolve_model, weight_quantization
-    from octavo.models.config import read_model_config
+    from octavo.models.config_files import read_model_config
 
     options = read_engine_config(arguments, model)
     folder = resolve_model(options.model, revision=options.revision, weights=False)

@@ -43,7 +43,7 @@ def run(arguments: Arguments) -> int:
     from octavo.lab.simulate.computed import Accelerator, computed_profile
     from octavo.lab.simulate.step_profile import format_profile
     from octavo.loader.resolve import resolve_model
-    from octavo.models.config import read_model_config
+    from octavo.models.config_files import read_model_config
 
     if not arguments.words:
         raise ConfigError("octavo simulate profile needs a model")

@@ -44,10 +44,10 @@ def computed_profile(
     Raises:
         ConfigError: layers have attention windows, or the weights do not fit the memory.
     """
-    from octavo.lab import step_costs
+    from octavo.lab.simulate import step_costs
     from octavo.models import sizes
 
-    network = sizes.outline(config, dtype, quantization)
+    network = sizes.build_without_weights(config, dtype, quantization)
     if any(spec.window is not None for spec in network.kv_specs):
         raise ConfigError(f"{model} has attention windows: a step profile is for layers that keep all tokens")
     read, compute = device.bandwidth * device.bandwidth_share, device.operations * device.operations_share

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.core.errors import AdapterError, OctavoError
 from octavo.kernels.gguf_rows import dequantize
-from octavo.loader.adapters.lora import LoraPair
+from octavo.loader.adapters.lora_pairs import LoraPair
 from octavo.loader.adapters.targets import AdapterTargets
 from octavo.loader.gguf_config import ARCHITECTURES
 from octavo.loader.gguf_file import GGUFFile

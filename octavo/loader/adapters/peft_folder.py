@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from octavo.core.errors import AdapterError
-from octavo.loader.adapters.lora import LoraPair
+from octavo.loader.adapters.lora_pairs import LoraPair
 from octavo.loader.adapters.targets import AdapterTargets
-from octavo.loader.adapters.tensor_file import Entry, read_entries, unreadable
+from octavo.loader.adapters.tensor_file import TensorEntry, read_entries, unreadable
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -105,8 +105,8 @@ def read_pairs(folder: Path, raw: Mapping[str, Any], targets: AdapterTargets) ->
     """
     config = _Config(folder / CONFIG_FILE, raw)
     file = weights_file(folder)
-    downs: dict[str, Entry] = {}
-    ups: dict[str, Entry] = {}
+    downs: dict[str, TensorEntry] = {}
+    ups: dict[str, TensorEntry] = {}
     for entry in read_entries(file):
         module, kind = _split_name(entry.name)
         if kind in _DOWN:
@@ -127,7 +127,7 @@ def read_pairs(folder: Path, raw: Mapping[str, Any], targets: AdapterTargets) ->
     return [_pair(config, module, downs[module], ups[module], file) for module in downs]
 
 
-def _pair(config: _Config, module: str, down: Entry, up: Entry, file: Path) -> LoraPair:
+def _pair(config: _Config, module: str, down: TensorEntry, up: TensorEntry, file: Path) -> LoraPair:
     rank = config.rank(module)
     if down.shape[:1] != (rank,):
         raise AdapterError(
@@ -145,7 +145,7 @@ def _split_name(name: str) -> tuple[str, str]:
     return "", ""
 
 
-def _check_copy(module: str, entry: Entry, targets: AdapterTargets, file: Path) -> None:
+def _check_copy(module: str, entry: TensorEntry, targets: AdapterTargets, file: Path) -> None:
     """Refuses a copy of a module's own weight if its shape is another: the vocabulary was resized."""
     if len(entry.shape) == 2:
         for shape in (entry.shape, entry.shape[::-1]):  # that of an embedding is transposed

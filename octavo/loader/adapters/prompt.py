@@ -21,7 +21,7 @@ from octavo.core.model_config import ModelConfig
 from octavo.core.option_parts import AdapterOptions
 from octavo.loader.adapters.peft_folder import CONFIG_FILE, read_config, weights_file
 from octavo.loader.adapters.tensor_file import digest_file, new_digest, read_entries, read_tensors
-from octavo.models.sizes import outline
+from octavo.models.sizes import build_without_weights
 
 _TENSOR = "prompt_embeddings"
 #: Prompt tuning (Lester et al. 2021) and P-tuning (Liu et al. 2021) train embeddings.
@@ -47,7 +47,7 @@ class VirtualTokenSizes:
     @classmethod
     def of(cls, config: ModelConfig) -> VirtualTokenSizes:
         """Those of the whole network, on all ranks."""
-        network = outline(config, "float32")
+        network = build_without_weights(config, "float32")
         width = next(w.shape[1] for w in network.weights() if w.name == "model.embed_tokens.weight")
         plain = all(spec.kind in ("full", "sliding") for spec in network.kv_specs)
         heads = {(spec.num_kv_heads, spec.head_dim) for spec in network.kv_specs}

@@ -12,8 +12,8 @@ from octavo.core.errors import AdapterError, WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
-from octavo.models.checkpoint import Entry, Pairs, is_transposed
-from octavo.models.sizes import outline_network
+from octavo.models.checkpoint import CheckpointEntry, Pairs, is_transposed
+from octavo.models.sizes import build_rank_without_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class AdapterTargets:
             UnsupportedModelError, ConfigError: as ``make_network``.
         """
         context = LayerContext(ReferenceKernels("meta"), torch.float32, max_loras=1, max_lora_rank=1)
-        network = outline_network(config, context)
+        network = build_rank_without_weights(config, context)
         self.config = config
-        self._entries: tuple[Entry, ...] = network.checkpoint_map
+        self._entries: tuple[CheckpointEntry, ...] = network.checkpoint_map
         self._targets: dict[str, Target] = {}
         for layer, lora in network.lora_layers():
             for part, (outputs, inputs) in lora.lora_parts.items():

@@ -38,7 +38,7 @@ class Digest(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor as the header describes it."""
 
     name: str
@@ -58,7 +58,7 @@ def new_digest(*texts: bytes) -> Digest:
     return digest
 
 
-def read_entries(path: Path) -> list[Entry]:
+def read_entries(path: Path) -> list[TensorEntry]:
     """The tensors of a safetensors file, in the order of their data.
 
     Raises:
@@ -111,7 +111,7 @@ def unreadable(path: Path, error: OSError) -> AdapterError:
     return AdapterError(f"{path} cannot be read: {error.strerror or error}")
 
 
-def _header(file: FileIO, path: Path) -> tuple[bytes, list[Entry]]:
+def _header(file: FileIO, path: Path) -> tuple[bytes, list[TensorEntry]]:
     """The bytes before the data, and what they say."""
     head = _exactly(file, 8, path)
     length = int.from_bytes(head, "little")
@@ -137,7 +137,7 @@ def _header(file: FileIO, path: Path) -> tuple[bytes, list[Entry]]:
     return head + text, entries
 
 
-def _entry(name: str, value: Any, path: Path) -> Entry:
+def _entry(name: str, value: Any, path: Path) -> TensorEntry:
     shape, (start, stop) = tuple(int(size) for size in value["shape"]), value["data_offsets"]
     if value["dtype"] not in _DTYPES:
         raise AdapterError(
@@ -145,7 +145,7 @@ def _entry(name: str, value: Any, path: Path) -> Entry:
         )
     if not all(isinstance(place, int) for place in (start, stop)) or min(start, stop, *shape, 0) < 0:
         raise ValueError(name)
-    return Entry(name, _DTYPES[value["dtype"]], shape, start, stop)
+    return TensorEntry(name, _DTYPES[value["dtype"]], shape, start, stop)
 
 
 def _digest_rest(file: FileIO, digest: Digest) -> None:

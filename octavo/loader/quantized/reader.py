@@ -16,7 +16,7 @@ from octavo.loader.quantized.compressed import Floats, PackedIntegers, PlainInte
 from octavo.loader.quantized.integers import Awq, Gptq
 from octavo.loader.quantized.packed import Method
 from octavo.loader.weights import Stored
-from octavo.models.checkpoint import Entry, Pairs, Shapes, is_transposed
+from octavo.models.checkpoint import CheckpointEntry, Pairs, Shapes, is_transposed
 
 #: Parts of a quantised matrix, by what follows its name; "weight" is one if its type is not that of a plain matrix.
 _PARTS = (
@@ -117,13 +117,13 @@ class DropZeroBiases:
 
 
 def with_unpacking(
-    checkpoint_map: Iterable[Entry],
+    checkpoint_map: Iterable[CheckpointEntry],
     quantization: CheckpointQuantization,
     stored: Mapping[str, Stored],
     shapes: Shapes,
     dtype: torch.dtype,
     keep: Callable[[QuantizedRows], bool] = lambda rows: False,
-) -> list[Entry]:
+) -> list[CheckpointEntry]:
     """A network's map with what a quantised checkpoint needs around it; arguments and errors as of ``Unpack``."""
     entries = tuple(checkpoint_map)
 

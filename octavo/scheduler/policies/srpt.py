@@ -11,7 +11,7 @@ from octavo.core.config import SchedulerOptions
 from octavo.core.request import SequenceStatus
 from octavo.scheduler import groups
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.length_predictor import Features, LengthPredictor, Ranking, features_of
+from octavo.scheduler.length_predictor import Features, LengthPredictor, features_of
 from octavo.scheduler.policies.base import Policy, num_output_tokens
 
 #: How many times the remaining steps of a waiting group must fit into those until the next slot is free.
@@ -103,10 +103,6 @@ class ShortestRemaining(Policy):
         natural = status in (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH)
         if natural and generated > 0 and group.beam is None:
             self.predictor.learn(group.policy_data.features, generated)
-
-    def ranking(self) -> Ranking:
-        """How well the latest finished requests had been ranked when they arrived."""
-        return self.predictor.ranking()
 
     def _estimate(self, group: SequenceGroup) -> None:
         estimate: _Estimate = group.policy_data

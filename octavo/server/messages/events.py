@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,8 +17,7 @@ from octavo.server.messages.protocol import (
     ThinkingBlock,
     ToolUseBlock,
 )
-
-Event = dict[str, Any]
+from octavo.server.pending import Event
 
 
 class GrowingMessage:
@@ -91,12 +89,6 @@ class GrowingMessage:
 
     def _of_block(self, kind: str, **fields: Any) -> Event:
         return {"type": kind, "index": len(self.message.content) - 1, **fields}
-
-
-def encode_event(event: Event) -> bytes:
-    """As a server-sent event, with its type as name."""
-    data = json.dumps(event, separators=(",", ":"))  # in ASCII: see ApiError.body
-    return f"event: {event['type']}\ndata: {data}\n\n".encode()
 
 
 def _delta(kind: str, field: str, text: str) -> dict[str, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from octavo.engine.chat_template import choose_template, template_variables
+from octavo.engine.chat_template import choose_template
+from octavo.engine.template_program import template_variables
 from octavo.server.body_parts import BodyPart, entries, not_supported, wrong
 from octavo.server.fields import Unsupported
 from octavo.server.messages.protocol import CountTokensRequest, MessagesRequest

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.server.cancellation import with_cancellation
 from octavo.server.chat_prompt import make_chat_prompt
 from octavo.server.chat_request import Chat, ChoiceEvents, start_chat
 from octavo.server.errors import ApiError, anthropic_error
 from octavo.server.fields import HARMLESS, UNSUPPORTED, refuse_unknown, refuse_unsupported
 from octavo.server.large_bodies import beside_loop
 from octavo.server.messages import request as chats
-from octavo.server.messages.events import Event, GrowingMessage, encode_event
+from octavo.server.messages.events import GrowingMessage
 from octavo.server.messages.protocol import (
     Block,
     CountTokensRequest,
@@ -30,11 +26,11 @@ from octavo.server.messages.protocol import (
     TokenCount,
     ToolUseBlock,
 )
+from octavo.server.pending import Event, PendingChat
 from octavo.server.prompts import encode
 from octavo.server.protocol import ChatCompletionRequest
-from octavo.server.renamed_chat import renamed_errors, renamed_outputs
+from octavo.server.renamed_chat import renamed_errors
 from octavo.server.service import Service, service_of
-from octavo.server.streaming import EventStream
 from octavo.server.tools import read_tools
 
 
@@ -45,10 +41,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
     with renamed_errors(chats.RENAMED):
         chat = await beside_loop(request, _chat, service, body)
         pending = _PendingMessage(await start_chat(service, request, chat, prefix="msg"))
-    if body.stream:
-        return EventStream(pending.stream(), deadline, _failure)
-    message = await with_cancellation(request.receive, pending.complete(), deadline)
-    return Response(message, media_type="application/json")
+    return await pending.respond(request, body.stream, deadline)
 
 
 async def count_tokens(request: Request, body: CountTokensRequest) -> TokenCount:
@@ -70,44 +63,30 @@ def _chat(service: Service, body: CountTokensRequest) -> ChatCompletionRequest:
     return ChatCompletionRequest.model_validate(chats.chat_body(service, body))
 
 
-def _failure(error: ApiError) -> bytes:
-    return b"event: error\ndata: " + anthropic_error(error) + b"\n\n"
+class _PendingMessage(PendingChat):
+    names = chats.RENAMED
 
+    def __init__(self, chat: Chat) -> None:
+        super().__init__(chat)
+        self._growing: GrowingMessage | None = None
 
-@dataclass(slots=True)
-class _PendingMessage:
-    """A request in the engine and its response."""
+    def grow(self, choice: ChoiceEvents) -> list[Event]:
+        events = []
+        if self._growing is None:
+            self._growing = GrowingMessage(self._begun())
+            events += self._growing.begin()
+        events += self._growing.add(choice.events)
+        if choice.finish_reason is not None:
+            reason, stop = _stop_reason(choice, self._growing.message.content)
+            events += self._growing.end(reason, stop, self._usage())
+        return events
 
-    chat: Chat
-    growing: GrowingMessage | None = None
+    def encode(self) -> bytes:
+        assert self._growing is not None
+        return self._growing.message.encode()
 
-    async def complete(self) -> bytes:
-        """The complete message, as JSON."""
-        async with aclosing(self._events()) as events:
-            async for _ in events:
-                pass
-        assert self.growing is not None
-        return self.growing.message.encode()
-
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed message."""
-        async with aclosing(self._events()) as events:
-            async for found in events:
-                yield b"".join(map(encode_event, found))
-
-    async def _events(self) -> AsyncGenerator[list[Event], None]:
-        async with aclosing(renamed_outputs(self.chat, chats.RENAMED)) as outputs:
-            async for choice in outputs:
-                found = []
-                if self.growing is None:
-                    self.growing = GrowingMessage(self._begun())
-                    found += self.growing.begin()
-                found += self.growing.add(choice.events)
-                if choice.finish_reason is not None:
-                    reason, stop = _stop_reason(choice, self.growing.message.content)
-                    found += self.growing.end(reason, stop, self._usage())
-                if found:
-                    yield found
+    def failure(self, error: ApiError) -> bytes:
+        return b"event: error\ndata: " + anthropic_error(error) + b"\n\n"
 
     def _begun(self) -> MessageObject:
         """The message before its content."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -11,6 +10,7 @@ from typing import Any
 from octavo.server.chat_output import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
 from octavo.server.errors import ApiError
 from octavo.server.logprobs import TextLogprobs, Token
+from octavo.server.pending import Event
 from octavo.server.protocol import TokenLogprob
 from octavo.server.responses.protocol import (
     FunctionCallItem,
@@ -28,8 +28,6 @@ from octavo.server.responses.protocol import (
 
 #: HTTP status of an error -> its code in a response that failed.
 _CODES: dict[int, Any] = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-
-Event = dict[str, Any]
 
 
 class GrowingResponse:
@@ -186,12 +184,6 @@ class GrowingResponse:
     def _numbered(self, kind: str, **fields: Any) -> Event:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
-
-
-def encode_event(event: Event) -> bytes:
-    """As a server-sent event, with its type as name."""
-    data = json.dumps(event, separators=(",", ":"))  # in ASCII: see ApiError.body
-    return f"event: {event['type']}\ndata: {data}\n\n".encode()
 
 
 def _plain(model: Any) -> dict[str, Any]:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -15,17 +12,16 @@ from starlette.responses import Response
 
 from octavo.core.sampling_params import SamplingParams
 from octavo.server.body_parts import wrong
-from octavo.server.cancellation import with_cancellation
 from octavo.server.chat_request import Chat, ChoiceEvents
 from octavo.server.errors import ApiError, unsupported
 from octavo.server.fields import HARMLESS, UNSUPPORTED, refuse_unknown, refuse_unsupported
 from octavo.server.large_bodies import beside_loop
 from octavo.server.logprobs import TextLogprobs, Token, make_chat_logprobs
 from octavo.server.middleware import owner_of
+from octavo.server.pending import Event, PendingChat, encode_event
 from octavo.server.protocol import TokenLogprob
-from octavo.server.renamed_chat import renamed_outputs
 from octavo.server.responses import request as chats
-from octavo.server.responses.events import Event, GrowingResponse, encode_event
+from octavo.server.responses.events import GrowingResponse
 from octavo.server.responses.items import input_items
 from octavo.server.responses.protocol import (
     DeletedResponse,
@@ -37,7 +33,6 @@ from octavo.server.responses.protocol import (
 )
 from octavo.server.responses.store import StoredResponse
 from octavo.server.service import Service, service_of
-from octavo.server.streaming import EventStream
 
 
 async def create_response(request: Request, body: ResponsesRequest) -> Response:
@@ -57,10 +52,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     size = await beside_loop(request, _size, items)
     chat = await chats.start(service, request, body, messages)
     pending = _PendingResponse(service, request, body, chat, earlier, items, size)
-    if body.stream:
-        return EventStream(pending.stream(), deadline, pending.failure)
-    response = await with_cancellation(request.receive, pending.complete(), deadline)
-    return Response(response, media_type="application/json")
+    return await pending.respond(request, body.stream, deadline)
 
 
 async def retrieve_response(request: Request, response_id: str) -> Response:
@@ -78,58 +70,49 @@ async def delete_response(request: Request, response_id: str) -> DeletedResponse
     return DeletedResponse(id=response_id, object="response", deleted=True)
 
 
-@dataclass(slots=True)
-class _PendingResponse:
-    """A request in the engine and its response."""
+class _PendingResponse(PendingChat):
+    names = chats.RENAMED
 
-    service: Service
-    request: Request
-    body: ResponsesRequest
-    chat: Chat
-    earlier: StoredResponse | None
-    #: Of the input.
-    items: list[dict[str, Any]]
-    #: Of these, as JSON.
-    items_size: int
-    growing: GrowingResponse | None = None
+    def __init__(
+        self,
+        service: Service,
+        request: Request,
+        body: ResponsesRequest,
+        chat: Chat,
+        earlier: StoredResponse | None,
+        items: list[dict[str, Any]],
+        items_size: int,
+    ) -> None:
+        """``items`` of the input, which take ``items_size`` bytes as JSON."""
+        super().__init__(chat)
+        self.service, self.request, self.body, self.earlier = service, request, body, earlier
+        self.items, self.items_size = items, items_size
+        self._growing: GrowingResponse | None = None
+        self._text_logprobs: TextLogprobs | None = None
 
-    async def complete(self) -> bytes:
-        """The complete response, as JSON."""
-        async with aclosing(self._events()) as events:
-            async for _ in events:
-                pass
-        assert self.growing is not None
-        return _encoded(self.growing.response)
+    def grow(self, choice: ChoiceEvents) -> list[Event]:
+        events = []
+        if self._growing is None:
+            if self.chat.top_logprobs is not None:
+                self._text_logprobs = self.chat.generation.track(TextLogprobs, choice.output)
+            self._growing = GrowingResponse(self._begun(), self._text_logprobs, self._shown)
+            events += self._growing.begin()
+        if self._text_logprobs is not None:
+            self._text_logprobs.add(choice.completion)
+        events += self._growing.add(choice.events)
+        if choice.finish_reason is not None:
+            ended = self._growing.end(self._usage(), is_whole=choice.finish_reason != "length")
+            self._store(self._growing.response)
+            events += ended
+        return events
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed response."""
-        async with aclosing(self._events()) as events:
-            async for found in events:
-                yield b"".join(map(encode_event, found))
+    def encode(self) -> bytes:
+        assert self._growing is not None
+        return _encoded(self._growing.response)
 
     def failure(self, error: ApiError) -> bytes:
-        """The events of a stream that fails."""
-        assert self.growing is not None
-        return b"".join(map(encode_event, self.growing.fail(error)))
-
-    async def _events(self) -> AsyncGenerator[list[Event], None]:
-        logprobs: TextLogprobs | None = None
-        async with aclosing(renamed_outputs(self.chat, chats.RENAMED)) as outputs:
-            async for choice in outputs:
-                found = []
-                if self.growing is None:
-                    logprobs = self._logprobs(choice)
-                    self.growing = GrowingResponse(self._begun(), logprobs, self._shown)
-                    found += self.growing.begin()
-                if logprobs is not None:
-                    logprobs.add(choice.completion)
-                found += self.growing.add(choice.events)
-                if choice.finish_reason is not None:
-                    ended = self.growing.end(self._usage(), is_whole=choice.finish_reason != "length")
-                    self._store(self.growing.response)
-                    found += ended
-                if found:
-                    yield found
+        assert self._growing is not None
+        return b"".join(map(encode_event, self._growing.fail(error)))
 
     def _begun(self) -> ResponseObject:
         """The response before its output."""
@@ -182,17 +165,6 @@ class _PendingResponse:
             items, size = [*self.earlier.items, *items], self.earlier.items_size + size
         stored = StoredResponse(encoded, items, size, owner_of(self.request))
         self.service.responses.put(response.id, stored)
-
-    def _logprobs(self, choice: ChoiceEvents) -> TextLogprobs | None:
-        """Tells the tokens of the choice's texts apart; None if their logprobs are not requested."""
-        if self.chat.top_logprobs is None:
-            return None
-        return TextLogprobs(
-            self.service.llm.tokenizer,
-            choice.output.prompt_token_ids,
-            skip_special_tokens=self.body.skip_special_tokens is not False,
-            visible_tokens=self.chat.generation.options.visible_tokens,
-        )
 
     def _shown(self, tokens: list[Token]) -> list[TokenLogprob]:
         return make_chat_logprobs(self.service.llm.tokenizer, tokens, self.chat.top_logprobs or 0).content

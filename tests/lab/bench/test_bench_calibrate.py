@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from array import array
@@ -10,35 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from octavo.cli.main import main
 from octavo.lab.bench import validate
 from octavo.lab.bench.calibrate import MeasuredStep, fit_profile, median_steps
 from octavo.lab.bench.calibrate_server import overhead
-from octavo.lab.bench.least_squares import non_negative
 from octavo.lab.bench.serve_client import RequestOutcome
 from octavo.lab.simulate.step_profile import Overhead, load_profile
 from octavo.lab.simulate.work import StepWork
 from tests.lab.simulate.test_profile import PROFILE, profile
-
-
-def test_non_negative_least_squares_finds_the_best_of_all_subsets() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(40):
-        a = rng.normal(size=(int(rng.integers(3, 12)), 4))
-        b = rng.normal(size=len(a))
-        best = np.inf
-        for columns in itertools.chain.from_iterable(itertools.combinations(range(4), n) for n in range(5)):
-            x = np.zeros(4)
-            if columns:
-                x[list(columns)] = np.linalg.lstsq(a[:, columns], b, rcond=None)[0]
-            if (x >= 0).all():
-                best = min(best, float(np.linalg.norm(a @ x - b)))
-        found = non_negative(a, b)
-        assert (found >= 0).all()
-        assert np.linalg.norm(a @ found - b) == pytest.approx(best, rel=1e-6)
 
 
 def test_a_fit_recovers_the_costs_behind_noisy_steps() -> None:

@@ -24,10 +24,10 @@ from octavo.kernels.limits import graphed, measure_device, seconds_per_call
 from octavo.lab.bench import gpu, gpu_engine
 from octavo.lab.bench.gpu_scale import FULL, TINY, Scale
 from octavo.lab.bench.offline import make_batches, measure, run_batch, step_bytes
-from octavo.lab.step_costs import layer_weights, prefill_operations, weight_bytes_read
+from octavo.lab.simulate.step_costs import layer_weights, prefill_operations, weight_bytes_read
 from octavo.lab.workloads.lengths import Constant
-from octavo.models.config import read_model_config
-from octavo.models.sizes import kv_bytes_per_token, outline
+from octavo.models.config_files import read_model_config
+from octavo.models.sizes import build_without_weights, kv_bytes_per_token
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCRIPT = ROOT / "scripts" / "gpu_bench.py"
@@ -66,7 +66,7 @@ def test_the_engines_figures_follow_from_their_formulas(part: str, tiny: Path, t
     code, figures = run_part(part, tiny, tmp_path, "--bandwidth", "10", "--peak", "2")
     elapsed = time.perf_counter() - start
     assert code == 0, figures
-    network = outline(read_model_config(tiny), "bfloat16")
+    network = build_without_weights(read_model_config(tiny), "bfloat16")
     weights, per_token = weight_bytes_read(network), kv_bytes_per_token(network)
     for batch in (1, 3):
         name = f"decode {batch} x 24"
@@ -252,7 +252,9 @@ def test_steady_steps_are_those_in_which_all_sequences_decode(tiny: Path) -> Non
     assert 0 < run.step_seconds * len(run.steady) < run.seconds
     assert run.idle_share is None
     core = llm.llm_engine.core
-    expected = weight_bytes_read(outline(core.model_config, "bfloat16")) + 4 * run.context * 2 * 2 * 2 * 16 * 2
+    expected = (
+        weight_bytes_read(build_without_weights(core.model_config, "bfloat16")) + 4 * run.context * 2 * 2 * 2 * 16 * 2
+    )
     assert step_bytes(core, run) == pytest.approx(expected)
     (figures,) = measure(llm, make_batches([2], Constant(8), Constant(12)), bandwidth_gb_s=5.0)
     assert figures.share_outside_kernels is None
@@ -263,16 +265,16 @@ def test_steady_steps_are_those_in_which_all_sequences_decode(tiny: Path) -> Non
 def test_bytes_and_operations_of_a_network_that_is_counted_by_hand(tiny: Path) -> None:
     c = read_model_config(tiny)
     q, kv, out, mlp = 64 * 64, 2 * 64 * 32, 64 * 64, 3 * 64 * 96
-    network = outline(c, "bfloat16")
+    network = build_without_weights(c, "bfloat16")
     layers = 2 * (q + kv + out + mlp)
     assert layer_weights(network) == layers
     head = 128 * 64
     assert weight_bytes_read(network) == 2 * (layers + head)
-    assert weight_bytes_read(outline(c, "float32", "int8")) == layers + head
-    assert weight_bytes_read(outline(c, "bfloat16", "int4")) == layers // 2 + head
-    assert weight_bytes_read(outline(c, "bfloat16", "fp8")) == layers + 2 * head
-    assert kv_bytes_per_token(outline(c, "float16")) == 2 * 2 * 2 * 16 * 2
-    assert kv_bytes_per_token(outline(c, "float16", kv_cache_dtype="fp8")) == 2 * 2 * 2 * (16 + 4)
+    assert weight_bytes_read(build_without_weights(c, "float32", "int8")) == layers + head
+    assert weight_bytes_read(build_without_weights(c, "bfloat16", "int4")) == layers // 2 + head
+    assert weight_bytes_read(build_without_weights(c, "bfloat16", "fp8")) == layers + 2 * head
+    assert kv_bytes_per_token(build_without_weights(c, "float16")) == 2 * 2 * 2 * 16 * 2
+    assert kv_bytes_per_token(build_without_weights(c, "float16", kv_cache_dtype="fp8")) == 2 * 2 * 2 * (16 + 4)
     # Two tokens: the second sees both; scores and values take two operations a pair, head and dimension each.
     assert prefill_operations(network, 2) == 2 * layers * 2 + 3 * 2 * 4 * 4 * 16 + 2 * head
 

@@ -14,7 +14,7 @@ from octavo.kernels import load_kernels
 from octavo.kernels.interface import Kernels
 from octavo.lab.bench.kernel_cases import Shapes, Types, attention_cases, expert_cases, linear_cases, low_rank_cases
 from octavo.loader.shapes import SHAPES as MODELS
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 
 #: One row, one sequence and one short prompt.
 SHAPES = Shapes([1, 3], [(2, 40)], [20])

@@ -14,7 +14,7 @@ from octavo.lab.simulate.computed import Accelerator, computed_profile
 from octavo.lab.simulate.step_profile import StepProfile, format_profile, load_profile, parse_profile, shipped_profiles
 from octavo.lab.simulate.work import StepWork
 from octavo.loader.resolve import resolve_model
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 
 PROFILE: dict[str, Any] = {
     "model": "m",

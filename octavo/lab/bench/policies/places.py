@@ -11,6 +11,7 @@ from octavo.core.errors import ConfigError
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm_engine import LLMEngine
 from octavo.lab.bench.capacity import REQUESTS
+from octavo.lab.bench.policies.kendall import kendall_tau
 from octavo.lab.bench.policies.policy_figures import PlaceOutcome
 from octavo.lab.bench.restartable import POLICY_OPTIONS, RestartableCore, restarted, start
 from octavo.lab.bench.timed_run import run_timed, to_its_length
@@ -18,6 +19,7 @@ from octavo.lab.simulate.engine import MaxTokens, SimulatedEngine, exact_max_tok
 from octavo.lab.simulate.run import Recorder
 from octavo.lab.simulate.step_profile import StepProfile
 from octavo.lab.workloads.work_items import WorkItem
+from octavo.scheduler.policies.srpt import ShortestRemaining
 
 #: Ends requests whose stated limit is longer than they are.
 _STOP = 0
@@ -74,8 +76,11 @@ def _stated(limit: int | None) -> MaxTokens:
 
 
 def _tau(policy: object) -> float | None:
-    ranking = getattr(policy, "ranking", None)
-    return None if ranking is None else float(ranking().tau)
+    """Kendall's tau of the predictions that a policy has made at arrival, with the lengths; None if it makes none."""
+    if not isinstance(policy, ShortestRemaining):
+        return None
+    predicted, lengths = zip(*policy.predictor.recent, strict=True) if policy.predictor.recent else ((), ())
+    return kendall_tau(predicted, lengths)
 
 
 class InProcess(Place):

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from octavo.lab.bench.policies.kendall import kendall_tau
 from octavo.lab.simulate.figures import Completions, has_target, meets_targets
 from octavo.lab.workloads.work_items import WorkItem
-from octavo.scheduler.length_predictor import kendall_tau
 
 
 class PlaceOutcome(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from pathlib import Path
 from octavo.core.adapters import AdapterRef
 from octavo.core.errors import AdapterError
 from octavo.loader.adapters import gguf_lora, peft_folder
-from octavo.loader.adapters.lora import LoraWeights, assemble, check_pairs
+from octavo.loader.adapters.lora_pairs import LoraWeights, assemble, check_pairs
 from octavo.loader.adapters.targets import AdapterTargets
 from octavo.loader.adapters.tensor_file import digest_file, new_digest, read_tensors, unreadable
 

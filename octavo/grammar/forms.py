@@ -1,4 +1,7 @@
-"""The names of forms in caches; without llguidance, which the frontend does not load."""
+"""Forms as the frontend has them: their names in caches, and what is asked and answered when one is compiled on trial.
+
+Without llguidance, which the frontend does not load.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,27 @@ import hashlib
 import msgspec
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.structured_outputs import StructuredOutputsParams
+from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
 
 #: Most bytes of a form as a request gives it, and as it is written in llguidance's notation.
 MAX_BYTES = 1 << 20
+
+
+class CheckRequest(msgspec.Struct):
+    """A form to compile."""
+
+    params: StructuredOutputsParams
+    #: Texts that the tokenizer has as a token of its own.
+    special_tokens: list[str]
+    #: Grammars may name tokens by their ids.
+    vocab_size: int
+
+
+class CheckAnswer(msgspec.Struct):
+    """Its grammar, or what is wrong with it."""
+
+    grammar: Grammar | None = None
+    error: str = ""
 
 
 def digest(params: StructuredOutputsParams) -> str:

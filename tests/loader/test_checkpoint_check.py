@@ -17,9 +17,9 @@ from torch import Tensor
 from octavo.core.errors import WeightError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
-from octavo.loader.check import check_model
+from octavo.loader.checkpoint_check import check_model
 from octavo.loader.model import load_model
-from octavo.models.config import read_model_config
+from octavo.models.config_files import read_model_config
 
 ONE = "model.safetensors"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from octavo.core.plan import StepResult
 
 
-class SampledTokens:
+class StageTokens:
     """Collects the tokens of results until the next plan is sent, with which they go to the other stages."""
 
     def __init__(self, stages: int) -> None:

@@ -16,8 +16,8 @@ from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.loader.quantized.reader import with_unpacking
 from octavo.loader.weights import Stored, missing_tensors, read_headers, read_safetensors, tensor_problem
-from octavo.models.checkpoint import Entry, Pairs, Shapes
-from octavo.models.sizes import outline
+from octavo.models.checkpoint import CheckpointEntry, Pairs, Shapes
+from octavo.models.sizes import build_without_weights
 
 _TORCH_DTYPES = {
     "F64": torch.float64,
@@ -54,7 +54,7 @@ class CheckReport:
     problems: list[Problem]
 
 
-def refuse_misfits(folder: Path, config: ModelConfig, entries: Sequence[Entry], shapes: Shapes) -> None:
+def refuse_misfits(folder: Path, config: ModelConfig, entries: Sequence[CheckpointEntry], shapes: Shapes) -> None:
     """Compares the headers of a checkpoint with the network that ``config`` describes.
 
     Args:
@@ -83,14 +83,14 @@ def check_model(folder: Path, config: ModelConfig, gguf: Path | None = None) -> 
 
     Of a quantised checkpoint the tensors of matrices are compared, and scales and plain weights must be finite.
     """
-    network = outline(config, "float32")
+    network = build_without_weights(config, "float32")
     shapes = network.tensor_shapes()
     problems: list[Problem] = []
     tensors = size = 0
     try:
         if gguf is None:
             stored = read_headers(folder)
-            entries: Sequence[Entry] = network.checkpoint_map
+            entries: Sequence[CheckpointEntry] = network.checkpoint_map
             if config.quantization is not None:
                 entries = with_unpacking(entries, config.quantization, stored, shapes, torch.float32)
             problems += _header_problems(stored, config, entries, shapes)
@@ -112,7 +112,7 @@ _MISSING = "is missing"
 
 
 def _header_problems(
-    stored: Mapping[str, Stored], config: ModelConfig, entries: Sequence[Entry], shapes: Shapes
+    stored: Mapping[str, Stored], config: ModelConfig, entries: Sequence[CheckpointEntry], shapes: Shapes
 ) -> Iterator[Problem]:
     """Passes tensors without memory through the checkpoint map and compares what comes out with the network."""
     pairs: Pairs = (

@@ -12,16 +12,16 @@ from torch import Tensor
 from octavo.core.errors import ConfigError, WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
-from octavo.loader.check import refuse_misfits
+from octavo.loader.checkpoint_check import refuse_misfits
 from octavo.loader.dummy import dummy_weights
 from octavo.loader.weights import Stored, load_weights, read_headers, read_safetensors
 from octavo.models.checkpoint import Pairs
-from octavo.models.config import read_json
+from octavo.models.config_files import read_json
 from octavo.models.config_reader import ConfigReader
 from octavo.models.eagle import EagleHead
 from octavo.models.eagle_config import EagleConfig, EagleMethod, fit_to, read_eagle_config
 from octavo.models.registry import make_network
-from octavo.models.sizes import outline
+from octavo.models.sizes import build_without_weights
 
 #: Draft ids to tokens, as differences: the token of draft id i is i + d2t[i].
 _TOKENS = "d2t"
@@ -43,7 +43,7 @@ def read_head_config(folder: Path, method: EagleMethod, target: ModelConfig) -> 
         fc_bias="fc.bias" in names,
         own_embedding=method == "eagle3" and ("embed_tokens.weight" in names or config.own_embedding),
     )
-    head = outline(config, "float32")
+    head = build_without_weights(config, "float32")
     shapes = head.tensor_shapes()
     refuse_misfits(folder, config, head.checkpoint_map, shapes)
     _check_token_map(stored, config)
