@@ -21,7 +21,7 @@ from octavo.core.errors import ConfigError
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
 from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
-from octavo.kernels.cpu.linear import DenseWeight  # noqa: E402
+from octavo.kernels.cpu.linear import CpuDenseWeight  # noqa: E402
 from octavo.kernels.limits import measure_cpu  # noqa: E402
 from tests.busy_machine import once_in_three  # noqa: E402
 
@@ -51,7 +51,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def pack(weight: Tensor, bias: Tensor | None, gated: bool = False) -> Any:
-    return DenseWeight(KERNELS.runner, weight, bias, gated).packed
+    return CpuDenseWeight(KERNELS.runner, weight, bias, gated).packed
 
 
 def product(packed: Any, x: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:

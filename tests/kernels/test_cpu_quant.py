@@ -17,7 +17,7 @@ _cpu: Any = pytest.importorskip("octavo._cpu", reason="the CPU kernels are not b
 from octavo.core.errors import ConfigError, WeightError  # noqa: E402
 from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
 from octavo.kernels.cpu.gguf_blocks import KEPT_TYPES, gguf_weight  # noqa: E402
-from octavo.kernels.cpu.linear import QuantizedWeight  # noqa: E402
+from octavo.kernels.cpu.linear import CpuQuantizedWeight  # noqa: E402
 from octavo.kernels.cpu.quantize import Codes, quantize_weight  # noqa: E402
 from octavo.kernels.gguf_rows import GGUFRows  # noqa: E402
 
@@ -28,8 +28,8 @@ FORMATS = tuple(GROUPS)
 KERNELS = CpuKernels()
 
 
-def pack_quantized(parts: list[Codes], bias: Tensor | None = None) -> QuantizedWeight:
-    return QuantizedWeight(KERNELS.runner, parts, bias)
+def pack_quantized(parts: list[Codes], bias: Tensor | None = None) -> CpuQuantizedWeight:
+    return CpuQuantizedWeight(KERNELS.runner, parts, bias)
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def exact_weights(weight: Codes) -> np.ndarray:
     return codes * scales * inner[0] - minima * inner[1]
 
 
-def run(layer: QuantizedWeight, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def run(layer: CpuQuantizedWeight, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return layer(x, dtype)
 
 

@@ -19,10 +19,10 @@ from octavo.kernels.cpu.compiled import DTYPES, address, cpu, strided
 from octavo.kernels.cpu.experts import CpuExperts, route_op
 from octavo.kernels.cpu.group_codes import group_format
 from octavo.kernels.cpu.linear import (
+    CpuDenseWeight,
+    CpuHeads,
+    CpuQuantizedWeight,
     CpuWeight,
-    DenseHeads,
-    DenseWeight,
-    QuantizedWeight,
     codes_of_rows,
     codes_of_tensor,
     keeps_bits,
@@ -152,20 +152,22 @@ class CpuKernels(Kernels):
         blocks = [part for part in parts if isinstance(part, QuantizedRows)]
         tensors = [part for part in parts if isinstance(part, Tensor)]
         if blocks:
-            weight = QuantizedWeight(self.runner, [codes_of_rows(part) for part in blocks], bias, gated)
+            weight = CpuQuantizedWeight(self.runner, [codes_of_rows(part) for part in blocks], bias, gated)
             weight.has_rows = len(blocks) == 1 and keeps_bits(blocks[0])
             return weight
         if quantization in (None, "gguf"):
-            return DenseWeight(self.runner, stack_rows(tensors), bias, gated, pieces)
-        return QuantizedWeight(self.runner, [codes_of_tensor(part, str(quantization)) for part in tensors], bias, gated)
+            return CpuDenseWeight(self.runner, stack_rows(tensors), bias, gated, pieces)
+        return CpuQuantizedWeight(
+            self.runner, [codes_of_tensor(part, str(quantization)) for part in tensors], bias, gated
+        )
 
     def has_products(self, rows: QuantizedRows) -> bool:
         """GGUF blocks of all types, and groups of the sizes that ``group_format`` lists."""
         return not isinstance(rows, GroupQuantizedRows) or group_format(rows) is not None
 
-    def pack_heads(self, weight: Tensor) -> DenseHeads:
+    def pack_heads(self, weight: Tensor) -> CpuHeads:
         """Packs each head's matrix for the register tiles."""
-        return DenseHeads(self.runner, weight)
+        return CpuHeads(self.runner, weight)
 
     def pack_experts(
         self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
@@ -261,7 +263,7 @@ class CpuKernels(Kernels):
         cache: LayerCache,
     ) -> Tensor:
         """Both parts of the queries are written to their place in the result."""
-        assert isinstance(absorb, DenseHeads)
+        assert isinstance(absorb, CpuHeads)
         (tokens, heads, width), rope, rank = q.shape, k_rope.shape[1], latent.shape[1]
         out = self.runner.new(q, (tokens, heads, rank + rope), q.dtype)
         run = self.runner.run

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.cpu.compiled import address, cpu, strided, typed
-from octavo.kernels.cpu.linear import DenseWeight, QuantizedWeight
+from octavo.kernels.cpu.linear import CpuDenseWeight, CpuQuantizedWeight
 from octavo.kernels.cpu.op_runner import OpRunner
 from octavo.kernels.experts import PackedExperts, RoutingSpec
 from octavo.kernels.packed_weight import PackedWeight
@@ -59,7 +59,7 @@ def route_op(logits: Tensor, spec: RoutingSpec, bias: Tensor | None, experts: Te
 
 
 def _matrix(weight: PackedWeight) -> Any:
-    if isinstance(weight, QuantizedWeight):
+    if isinstance(weight, CpuQuantizedWeight):
         return cpu.quantized_expert(weight.parts)
-    assert isinstance(weight, DenseWeight)
+    assert isinstance(weight, CpuDenseWeight)
     return cpu.dense_expert(weight.packed)

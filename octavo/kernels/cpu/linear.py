@@ -77,7 +77,7 @@ class CpuWeight(PackedWeight):
         """The compiled operation; the arguments are the same for all formats."""
 
 
-class DenseWeight(CpuWeight):
+class CpuDenseWeight(CpuWeight):
     """Float32 or bfloat16, in groups of 16 outputs; for a gated weight 8 of the gate and 8 of up."""
 
     def __init__(
@@ -114,13 +114,13 @@ class DenseWeight(CpuWeight):
         return int(self.packed.nbytes)
 
 
-class DenseHeads(PackedHeads):
-    """Float32 or bfloat16 matrices of heads, each packed as a ``DenseWeight``; one operation multiplies all."""
+class CpuHeads(PackedHeads):
+    """Float32 or bfloat16 matrices of heads, each packed as a ``CpuDenseWeight``; one operation multiplies all."""
 
     def __init__(self, runner: OpRunner, weight: Tensor) -> None:
         """Copies weight [H, N, K]."""
         self._runner = runner
-        self._heads = [DenseWeight(runner, head).packed for head in weight]
+        self._heads = [CpuDenseWeight(runner, head).packed for head in weight]
         self._outputs = weight.shape[1]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class DenseHeads(PackedHeads):
         return sum(int(head.nbytes) for head in self._heads)
 
 
-class QuantizedWeight(CpuWeight):
+class CpuQuantizedWeight(CpuWeight):
     """Quantised matrices with the same input; each may have another format."""
 
     def __init__(self, runner: OpRunner, parts: list[Codes], bias: Tensor | None = None, gated: bool = False) -> None:

@@ -18,7 +18,7 @@ from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.kernels.triton import attention, cache, experts, norm, rotary_cache
 from octavo.kernels.triton.embedding import embedding
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward
-from octavo.kernels.triton.linear import DenseWeight, QuantizedWeight
+from octavo.kernels.triton.linear import TritonDenseWeight, TritonQuantizedWeight
 from octavo.kernels.triton.lora import TritonAdapters
 from octavo.kernels.triton.quantize import quantize
 from octavo.kernels.triton.sampling_backend import TritonSampling
@@ -138,8 +138,8 @@ class TritonKernels(Kernels):
             )
         weight = stack_rows(tensors)
         if quantization in (None, "gguf"):
-            return DenseWeight(weight, bias, gated, self.deterministic)
-        return QuantizedWeight(quantize(weight, str(quantization), bias), gated, self.deterministic)
+            return TritonDenseWeight(weight, bias, gated, self.deterministic)
+        return TritonQuantizedWeight(quantize(weight, str(quantization), bias), gated, self.deterministic)
 
     def pack_experts(
         self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0

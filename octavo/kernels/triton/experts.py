@@ -20,7 +20,7 @@ from octavo.core.errors import ConfigError
 from octavo.kernels.experts import PackedExperts
 from octavo.kernels.packed_weight import PackedWeight
 from octavo.kernels.triton.activation import silu
-from octavo.kernels.triton.linear import DenseWeight
+from octavo.kernels.triton.linear import TritonDenseWeight
 from octavo.kernels.triton.rounding import rounded
 from octavo.kernels.triton.tiles import dot
 
@@ -207,12 +207,12 @@ def pack_experts(
         ConfigError: they are quantised.
     """
     routed = len(gate_up) - shared
-    if not all(isinstance(weight, DenseWeight) for weight in (*gate_up[:routed], *down[:routed])):
+    if not all(isinstance(weight, TritonDenseWeight) for weight in (*gate_up[:routed], *down[:routed])):
         raise ConfigError(
             "the triton kernels have no products of quantised experts: set quantization='none', or kernels='cpu'"
         )
     first, second = (
-        torch.stack([weight.weight for weight in weights[:routed] if isinstance(weight, DenseWeight)])
+        torch.stack([weight.weight for weight in weights[:routed] if isinstance(weight, TritonDenseWeight)])
         for weights in (gate_up, down)
     )
     return TritonExperts(first, second, [*zip(gate_up[routed:], down[routed:], strict=True)], deterministic)

@@ -18,7 +18,7 @@ from octavo.kernels.triton.quantize import COLUMNS, TritonQuantizedLinear
 
 
 @dataclass(frozen=True, slots=True)
-class DenseWeight(PackedWeight):
+class TritonDenseWeight(PackedWeight):
     """A weight that is not quantised."""
 
     #: [N, K]
@@ -57,7 +57,7 @@ class DenseWeight(PackedWeight):
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedWeight(PackedWeight):
+class TritonQuantizedWeight(PackedWeight):
     """A quantised weight, which products dequantise in registers."""
 
     codes: TritonQuantizedLinear

@@ -25,18 +25,18 @@ from octavo.kernels.triton.tiles import dot_of_columns, pieces_of, splits, tile_
 from octavo.kernels.triton.widen import widen_fp8, widen_int4, widen_int8
 
 
-class _Shape(NamedTuple):
+class _ProductTile(NamedTuple):
     rows: int
     warps: int
     stages: int
 
 
 #: The only one of ``deterministic``.
-_FIXED = _Shape(64, 8, 3)
+_FIXED = _ProductTile(64, 8, 3)
 #: Otherwise that of the fewest rows which are enough: at few rows, arithmetic on absent ones would outlast the loads.
-_BY_ROWS = (_Shape(16, 8, 4), _FIXED, _Shape(128, 8, 4))
+_BY_ROWS = (_ProductTile(16, 8, 4), _FIXED, _ProductTile(128, 8, 4))
 #: Without tensor cores (float32 as it is).
-_SINGLE = _Shape(16, 8, 2)
+_SINGLE = _ProductTile(16, 8, 2)
 
 
 @triton.jit(do_not_specialize=["rows", "row_tiles"])
@@ -314,7 +314,7 @@ def _product(
     return out
 
 
-def _shape_of(x: Tensor, deterministic: bool) -> _Shape:
+def _shape_of(x: Tensor, deterministic: bool) -> _ProductTile:
     if x.dtype == torch.float32:
         return _SINGLE
     if deterministic:
