@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.lora import Adapters, LowRank, LowRankEmbedding, LowRankPart, LowRankShape, check_part
-from octavo.kernels.pinned import host_empty
 from octavo.kernels.triton.experts import sort_pairs
+from octavo.kernels.triton.lora_adapter import TritonAdapter, pad, rank_blocks
 from octavo.kernels.triton.rounding import rounded
 from octavo.kernels.triton.tiles import dot
 
@@ -208,34 +208,6 @@ def _lookup_kernel(
             tl.store(out_ptrs, tl.load(out_ptrs, inside, other=0.0) + total, inside)
 
 
-@dataclass(frozen=True)
-class TritonAdapter:
-    """The matrices of an adapter in pinned host memory, each part padded to whole blocks of the rank."""
-
-    parts: list[LowRankPart | None]
-    ranks: list[int]
-
-    @property
-    def nbytes(self) -> int:
-        """Padding included."""
-        return sum(part.down.nbytes + part.up.nbytes for part in self.parts if part is not None)
-
-
-def _rank_blocks(max_rank: int) -> tuple[int, int]:
-    """(the rank that matrices have room for, ranks that a tile takes at once)."""
-    block = 16 if max_rank <= 16 else 32
-    return triton.cdiv(max_rank, block) * block, block
-
-
-def _pad(part: LowRankPart, dtype: torch.dtype, block: int) -> LowRankPart:
-    """Both in pinned memory, with zeros up to a multiple of ``block``."""
-    (rank, inputs), outputs = part.down.shape, len(part.up)
-    padded = triton.cdiv(rank, block) * block
-    down, up = host_empty((padded, inputs), dtype).zero_(), host_empty((outputs, padded), dtype).zero_()
-    down[:rank], up[:, :rank] = part.down, part.up
-    return LowRankPart(down, up)
-
-
 class TritonAdapters(Adapters):
     """With the tiles of the step's rows, which all layers share."""
 
@@ -280,7 +252,7 @@ class TritonLowRank(LowRank):
         super().__init__(shape)
         self._adapters, self._sampled = adapters, sampled
         self._starts = [0, *itertools.accumulate(self.outputs)]
-        self._rank, self._block = _rank_blocks(self.max_rank)
+        self._rank, self._block = rank_blocks(self.max_rank)
         device, parts = adapters.device, len(self.outputs)
         self._down = torch.zeros((shape.slots, parts, self._rank, self.inputs), dtype=self.dtype, device=device)
         self._up = torch.zeros((shape.slots, self._starts[-1], self._rank), dtype=self.dtype, device=device)
@@ -297,7 +269,7 @@ class TritonLowRank(LowRank):
         """Pads ranks to the blocks that tiles take."""
         self.check(parts)
         ranks = [0 if part is None else len(part.down) for part in parts]
-        return TritonAdapter([part and _pad(part, self.dtype, self._block) for part in parts], ranks)
+        return TritonAdapter([part and pad(part, self.dtype, self._block) for part in parts], ranks)
 
     def place(self, slot: int, packed: TritonAdapter | None) -> None:
         """Queues copies on the current stream."""
@@ -370,7 +342,7 @@ class TritonLowRankEmbedding(LowRankEmbedding):
         """See ``Adapters.make_low_rank_embedding``."""
         super().__init__(shape)
         self._adapters = adapters
-        self._rank, self._block = _rank_blocks(self.max_rank)
+        self._rank, self._block = rank_blocks(self.max_rank)
         self._down = torch.zeros((shape.slots, self.rows, self._rank), dtype=self.dtype, device=adapters.device)
         self._up = torch.zeros((shape.slots, self.outputs, self._rank), dtype=self.dtype, device=adapters.device)
         self._ranks = torch.zeros(shape.slots, dtype=torch.int32, device=adapters.device)
@@ -378,7 +350,7 @@ class TritonLowRankEmbedding(LowRankEmbedding):
     def pack(self, part: LowRankPart) -> TritonAdapter:
         """Pads the rank to the block that tiles take."""
         check_part(part, self.rows, self.outputs, self.max_rank)
-        return TritonAdapter([_pad(part, self.dtype, self._block)], [len(part.down)])
+        return TritonAdapter([pad(part, self.dtype, self._block)], [len(part.down)])
 
     def place(self, slot: int, packed: TritonAdapter | None) -> None:
         """Queues copies on the current stream."""

@@ -1,0 +1,39 @@
+"""An adapter's matrices in host memory, as slots on a GPU take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from octavo.kernels.lora import LowRankPart
+from octavo.kernels.pinned import host_empty
+
+
+@dataclass(frozen=True)
+class TritonAdapter:
+    """The matrices of an adapter in pinned host memory, each part padded to whole blocks of the rank."""
+
+    parts: list[LowRankPart | None]
+    ranks: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Padding included."""
+        return sum(part.down.nbytes + part.up.nbytes for part in self.parts if part is not None)
+
+
+def rank_blocks(max_rank: int) -> tuple[int, int]:
+    """(the rank that matrices have room for, ranks that a tile takes at once)."""
+    block = 16 if max_rank <= 16 else 32
+    return triton.cdiv(max_rank, block) * block, block
+
+
+def pad(part: LowRankPart, dtype: torch.dtype, block: int) -> LowRankPart:
+    """Both in pinned memory, with zeros up to a multiple of ``block``."""
+    (rank, inputs), outputs = part.down.shape, len(part.up)
+    padded = triton.cdiv(rank, block) * block
+    down, up = host_empty((padded, inputs), dtype).zero_(), host_empty((outputs, padded), dtype).zero_()
+    down[:rank], up[:, :rank] = part.down, part.up
+    return LowRankPart(down, up)
