@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from octavo.core.logits_plugins import LogitsProcessorPlugin
-    from octavo.core.metrics import Counter, Gauge, Metric
+    from octavo.core.metric_values import Counter, Gauge, Metric
     from octavo.core.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.core.prompts import TextPrompt, TokensPrompt
     from octavo.core.sampling_params import RequestOutputKind, SamplingParams
@@ -112,9 +112,9 @@ _ELSEWHERE = {
     "Logprob": "octavo.core.outputs",
     "TextPrompt": "octavo.core.prompts",
     "TokensPrompt": "octavo.core.prompts",
-    "Metric": "octavo.core.metrics",
-    "Counter": "octavo.core.metrics",
-    "Gauge": "octavo.core.metrics",
+    "Metric": "octavo.core.metric_values",
+    "Counter": "octavo.core.metric_values",
+    "Gauge": "octavo.core.metric_values",
 }
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from octavo.loader.cache import cache_dir, publish
 from octavo.loader.gguf_weights import GGUFCheckpoint
+from octavo.loader.model_cache import cache_dir, publish
 from octavo.loader.resolve import gguf_source, resolve_model
 from octavo.models.config_files import read_model_config
 from octavo.models.sizes import build_without_weights

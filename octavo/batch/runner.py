@@ -14,16 +14,16 @@ import httpx
 import msgspec
 from tqdm import tqdm
 
-from octavo.batch.results import Response, Result, ResultFile, RowError, new_id
+from octavo.batch.result_files import BatchRowError, Response, Result, ResultFile, new_id
 from octavo.batch.rows import Row, index_rows, read_rows
 from octavo.core.config import EngineConfig
 from octavo.core.server_options import ServerOptions
 from octavo.engine.async_llm import AsyncLLM
+from octavo.server.api_errors import ApiError, unsupported
 from octavo.server.app import make_app
-from octavo.server.errors import ApiError, unsupported
 from octavo.server.logging import new_request_id
 from octavo.server.metrics import Metrics
-from octavo.server.run import check_plug_ins
+from octavo.server.serve_app import check_plug_ins
 from octavo.server.service import Service, make_service
 
 logger = logging.getLogger("octavo")
@@ -168,7 +168,7 @@ class _Runner:
             EngineDeadError: the engine has died before it answered.
         """
         if row.error is not None:
-            return Result(new_id(), row.custom_id, None, RowError("invalid_request", row.error, row.line))
+            return Result(new_id(), row.custom_id, None, BatchRowError("invalid_request", row.error, row.line))
         if self._streams(row.body):
             return Result(new_id(), row.custom_id, _refusal(unsupported("stream", "a batch cannot be streamed")), None)
         while (response := await self._post(row)).status_code == 503:  # the replica that had it has died

@@ -20,7 +20,7 @@ from octavo.cli.engine_flags import (
     take_model,
 )
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream
-from octavo.cli.prompts import Job, read_jobs
+from octavo.cli.prompt_files import Job, read_jobs
 from octavo.cli.sampling_flags import PREFIX, add_beam_flags, add_sampling_flags, number
 from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
 from octavo.core.outputs import RequestMetrics, RequestOutput

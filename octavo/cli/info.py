@@ -81,7 +81,7 @@ def machine_facts(options: EngineConfig) -> dict[str, Any]:
     import torch
 
     from octavo.kernels import load_kernels, resolve_device
-    from octavo.loader.cache import cache_dir
+    from octavo.loader.model_cache import cache_dir
     from octavo.runner.memory import available_memory, memory_limits
 
     kernels = load_kernels(options.kernels, resolve_device(options.device), deterministic=options.deterministic)
@@ -146,7 +146,7 @@ def limit_facts() -> dict[str, Any]:
     """
     import torch
 
-    from octavo.kernels.limits import measure_device
+    from octavo.kernels.device_limits import measure_device
 
     measured = [measure_device(f"cuda:{i}") for i in range(torch.cuda.device_count())]
     facts = {} if measured and find_spec("octavo._cpu") is None else _cpu_limit_facts()
@@ -163,7 +163,7 @@ def limit_facts() -> dict[str, Any]:
 
 
 def _cpu_limit_facts() -> dict[str, Any]:
-    from octavo.kernels.limits import measure_cpu
+    from octavo.kernels.device_limits import measure_cpu
 
     try:
         limits = measure_cpu()

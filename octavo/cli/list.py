@@ -9,7 +9,7 @@ import msgspec
 from octavo.cli.info import readable_size
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
 from octavo.loader.builtin import BUILTIN
-from octavo.loader.cache import CachedModel, cache_dir, cached_models
+from octavo.loader.model_cache import CachedModel, cache_dir, cached_models
 
 EXAMPLE = """\
 examples:

@@ -10,7 +10,7 @@ from octavo.cli.info import readable_size
 from octavo.cli.list import as_json
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream
 from octavo.core.errors import ConfigError, ModelNotFoundError
-from octavo.loader.cache import CachedModel, cached_models, remove
+from octavo.loader.model_cache import CachedModel, cached_models, remove
 
 EXAMPLE = """\
 examples:

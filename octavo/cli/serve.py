@@ -43,6 +43,6 @@ def run(arguments: Arguments) -> int:
     """Serves until a signal or the death of the engine; returns the exit code."""
     options = resolve_server_options(arguments.group(PREFIX), config_file=arguments.config)
     config = read_engine_config(arguments, take_model(arguments))
-    from octavo.server.run import serve
+    from octavo.server.serve_app import serve
 
     return serve(config, options)

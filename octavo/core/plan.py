@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.core.preparations import Preparation
+from octavo.core.preparation import Preparation
 from octavo.core.request import AnyTask
 
 

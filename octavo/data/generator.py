@@ -43,7 +43,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RowAnswer:
     """What became of a prompt; several texts if the parameters ask for several completions."""
 
     text: str | list[str] | None
@@ -73,11 +73,11 @@ class Generator:
         """Whether an answer is a list of texts."""
         return isinstance(self._params, BeamSearchParams) or self._params.n > 1
 
-    def answer(self, prompts: Sequence[Any]) -> list[Answer]:
+    def answer(self, prompts: Sequence[Any]) -> list[RowAnswer]:
         """The answers, in order; a prompt that cannot be served fails alone."""
         prompts = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
         answers = [
-            Answer(None, f"a prompt must be text, token ids or messages, not {prompt!r}"[:200]) for prompt in prompts
+            RowAnswer(None, f"a prompt must be text, token ids or messages, not {prompt!r}"[:200]) for prompt in prompts
         ]
         chats = [i for i, prompt in enumerate(prompts) if _is_chat(prompt)]
         texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, (str, list)) and not _is_chat(prompt)]
@@ -100,12 +100,12 @@ class Generator:
         table = table.append_column(columns.output, pa.array([answer.text for answer in answers], kind))
         return table.append_column(columns.error, pa.array([answer.error for answer in answers], pa.string()))
 
-    def _make_answer(self, output: RequestOutput) -> Answer:
+    def _make_answer(self, output: RequestOutput) -> RowAnswer:
         for completion in output.outputs:
             if completion.finish_reason not in ("stop", "length"):
-                return Answer(None, completion.error or f"the request ended by {completion.finish_reason}")
+                return RowAnswer(None, completion.error or f"the request ended by {completion.finish_reason}")
         texts = [completion.text for completion in output.outputs]
-        return Answer(texts if self.several else texts[0])
+        return RowAnswer(texts if self.several else texts[0])
 
 
 def _is_chat(prompt: Any) -> bool:

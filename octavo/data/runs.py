@@ -13,7 +13,7 @@ import msgspec
 
 from octavo.core.errors import ConfigError
 from octavo.core.sampling_params import SamplingParams
-from octavo.data.formats import FORMATS, find_files
+from octavo.data.file_formats import FORMATS, find_files
 from octavo.data.generator import Columns, Generator, Params
 from octavo.data.stage import BATCH_SIZE, default_resources, import_ray, make_engine_config, map_batches
 
@@ -29,7 +29,7 @@ _MAX_TASKS = 4096
 
 
 @dataclass(frozen=True)
-class Counts:
+class RowCounts:
     """Rows of a run."""
 
     rows: int
@@ -64,7 +64,7 @@ def run(
     batch_size: int = BATCH_SIZE,
     ray_remote_args: Mapping[str, Any] | None = None,
     **engine_options: Any,
-) -> Counts:
+) -> RowCounts:
     """Completes the prompts of JSON lines or Parquet files and writes the rows, with their answers, to a folder.
 
     >>> octavo.data.run("prompts.parquet", "answers/", model="smollm2-135m", concurrency=4)
@@ -111,7 +111,7 @@ def run(
         )
         failed = sum(row["failed"] for row in done.iter_rows())
     rows, remaining = sum(part.rows for part in parts), sum(part.rows for part in missing)
-    return Counts(rows, rows - remaining, failed)
+    return RowCounts(rows, rows - remaining, failed)
 
 
 class _Parts:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from octavo.core.errors import AdapterError, AdapterNotFoundError
 from octavo.core.plugins import load_class
-from octavo.engine.adapters import MAX_NAME
+from octavo.engine.adapter_registry import MAX_NAME
 
 #: Most files of an adapter's folder that are looked at.
 _MAX_FILES = 1000

@@ -25,7 +25,7 @@ from octavo.core.prompts import Prompt
 from octavo.core.request import EngineCoreRequest
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options_from_keywords
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
-from octavo.engine.adapters import AdapterRegistry
+from octavo.engine.adapter_registry import AdapterRegistry
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.front_end import FrontEnd
 from octavo.engine.input_processor import InputProcessor

@@ -16,7 +16,7 @@ from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.idle_options import idle_options
 from octavo.core.kv_groups import GroupBlocks, KVLayout
 from octavo.core.model_config import ModelConfig
-from octavo.core.preparations import adapter_preparation, limits_of
+from octavo.core.preparation import adapter_preparation, limits_of
 from octavo.core.startup import StartupFacts
 from octavo.engine.draft_vocabulary import check_draft_model
 from octavo.engine.step_loop import StepLoop

@@ -15,7 +15,7 @@ from octavo.core.messages import check_sendable
 from octavo.core.prompts import Prompt
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.adapters import make_registry
+from octavo.engine.adapter_registry import make_registry
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.model_files import ModelFiles
 from octavo.engine.output_processor import OutputProcessor, RequestState

@@ -12,7 +12,7 @@ from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config_sources import resolve_config
 from octavo.core.errors import AdapterError, ConfigError, InvalidRequestError, OctavoError
 from octavo.core.interrupts import HeldInterrupts
-from octavo.core.metrics import Metric, metrics_of
+from octavo.core.metric_values import Metric, metrics_of
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.core.prompts import Prompt
 from octavo.core.request_options import RequestOptions, check_one_each, check_request_keywords, options_for_each

@@ -13,7 +13,7 @@ from octavo.engine.chat_template import render_and_read
 from octavo.engine.template_program import template_variables
 from octavo.engine.tool_messages import CallFormat
 from octavo.sandbox.pool import Sandbox
-from octavo.sandbox.process import Answer, Call
+from octavo.sandbox.process import SandboxAnswer, SandboxCall
 
 #: Seconds of processor time that rendering a conversation may take.
 SECONDS = 2.0
@@ -53,11 +53,11 @@ async def _call(sandbox: Sandbox, client: str, name: str, given: Mapping[str, An
         content = json.dumps(given, default=dataclasses.asdict).encode()
     except RecursionError:
         raise InvalidRequestError("messages must not be nested so deeply") from None
-    call = Call(f"{__name__}:{name}", content, SECONDS)
+    call = SandboxCall(f"{__name__}:{name}", content, SECONDS)
     return await asyncio.wrap_future(sandbox.submit(call, _read, client=client))
 
 
-def _read(answer: Answer) -> Any:
+def _read(answer: SandboxAnswer) -> Any:
     if answer.failure:
         reasons = {
             "time": f"takes more than {SECONDS:g} seconds of processor time",

@@ -13,7 +13,7 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
 from octavo.grammar.forms import MAX_BYTES, CheckAnswer, CheckRequest, digest
 from octavo.grammar.json_schema import Schema, SchemaError
-from octavo.grammar.limits import parser_limits
+from octavo.grammar.parser_limits import parser_limits
 from octavo.grammar.schema_search import endless, locate
 from octavo.grammar.sources import choice_source, grammar_source, json_source, read_schema, read_tags, tags_source
 

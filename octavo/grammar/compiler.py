@@ -19,7 +19,7 @@ from octavo.core.stats import GrammarStats
 from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
 from octavo.grammar.forms import CheckAnswer, CheckRequest, digest
 from octavo.sandbox.pool import Sandbox
-from octavo.sandbox.process import Answer, Call
+from octavo.sandbox.process import SandboxAnswer, SandboxCall
 
 #: Bytes of grammars, and of messages about those that cannot be compiled, that are kept.
 CACHE_BYTES = 64 << 20
@@ -32,7 +32,7 @@ class GrammarCompiler:
     def __init__(
         self, sandbox: Sandbox, special_tokens: Collection[str] = (), vocab_size: int = 0, seconds: float = 5.0
     ) -> None:
-        """``special_tokens``, ``vocab_size``: see ``CheckRequest``; ``seconds``: see ``Call``."""
+        """``special_tokens``, ``vocab_size``: see ``CheckRequest``; ``seconds``: see ``SandboxCall``."""
         self._sandbox = sandbox
         self._special_tokens = sorted(special_tokens)
         self._vocab_size = vocab_size
@@ -71,13 +71,13 @@ class GrammarCompiler:
             return done
         content = msgspec.json.encode(CheckRequest(params, self._special_tokens, self._vocab_size))
 
-        def read(answer: Answer) -> CheckAnswer:
+        def read(answer: SandboxAnswer) -> CheckAnswer:
             if answer.failure:
                 refused = CheckAnswer(error=f"structured_outputs.{params.form} {self._reason(answer)}")
                 return self._keep(key, refused, answer.seconds)
             return self._keep(key, msgspec.json.decode(answer.content, type=CheckAnswer), answer.seconds)
 
-        call = Call("octavo.grammar.compile:check", content, self._seconds)
+        call = SandboxCall("octavo.grammar.compile:check", content, self._seconds)
         future = self._sandbox.submit(call, read, client=client, key=key)
         self._count_waiting(1)
         future.add_done_callback(lambda _: self._count_waiting(-1))
@@ -87,7 +87,7 @@ class GrammarCompiler:
         with self._lock:
             self.stats.waiting += change
 
-    def _reason(self, answer: Answer) -> str:
+    def _reason(self, answer: SandboxAnswer) -> str:
         if answer.failure == "time":
             return f"takes more than {self._seconds:g} seconds to compile, the limit of this engine ({OPTION})"
         if answer.failure == "depth":

@@ -13,7 +13,7 @@ import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
 from octavo.core.errors import TokenizerError
-from octavo.grammar.limits import parser_limits
+from octavo.grammar.parser_limits import parser_limits
 
 
 class GrammarError(ValueError):

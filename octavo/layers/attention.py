@@ -11,8 +11,8 @@ from octavo.core.model_config import ModelConfig
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec
-from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
+from octavo.layers.layer import Layer
 from octavo.layers.linear import QKVParallelLinear, RowParallelLinear
 from octavo.layers.norm import RMSNorm
 

@@ -18,8 +18,8 @@ from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec
 from octavo.kernels.packed_weight import PackedHeads
 from octavo.kernels.quantized_rows import QuantizedRows
-from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
+from octavo.layers.layer import Layer, Weight
 from octavo.layers.linear import ParallelLinear, Part, RowParallelLinear
 from octavo.layers.norm import RMSNorm
 

@@ -16,8 +16,8 @@ from octavo.core.errors import ConfigError
 from octavo.kernels.lora import LowRank, LowRankPart, PackedAdapter
 from octavo.kernels.packed_weight import Activation, PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
-from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
+from octavo.layers.layer import Layer, Weight
 from octavo.layers.lora import LoraLayer, LoraMatrices
 
 #: Outputs and inputs that ranks cannot share equally are shared in this unit: values with a scale of quantised formats.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo.kernels.packed_weight import Activation
-from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
+from octavo.layers.layer import Layer
 from octavo.layers.linear import GateUpParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from octavo.kernels.experts import PackedExperts, RoutingSpec
 from octavo.kernels.packed_weight import PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
-from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
+from octavo.layers.layer import Layer, Weight
 from octavo.layers.linear import GateUpParallelLinear, ParallelLinear, RowParallelLinear
 
 _BIAS = "gate.e_score_correction_bias"

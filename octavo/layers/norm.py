@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.layers.base import Layer, Weight
 from octavo.layers.context import LayerContext
+from octavo.layers.layer import Layer, Weight
 
 
 class _Norm(Layer):

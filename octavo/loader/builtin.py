@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from octavo.core.errors import DownloadError
-from octavo.loader.cache import cache_dir, publish
+from octavo.loader.model_cache import cache_dir, publish
 
 logger = logging.getLogger(__name__)
 

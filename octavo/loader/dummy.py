@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from octavo.layers.base import Layer
+from octavo.layers.layer import Layer
 
 
 def dummy_weights(

@@ -100,7 +100,7 @@ def layouts(arch: str, config: ModelConfig) -> list[CheckpointEntry]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorPlace:
     """Where a tensor of the network is: consecutive rows of one in the file; of one dimension, consecutive values."""
 
     shape: tuple[int, ...]
@@ -121,7 +121,7 @@ class GGUFCheckpoint:
         self.file = GGUFFile(path)
         self._config, self._shapes = config, shapes
         self._arch = str(self.file.metadata.get("general.architecture"))
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _TensorPlace] = {}
         #: Keys [H, R, N] and values [H, W, R] of latent attention, where they are two tensors.
         self._split: dict[str, tuple[GGUFTensor, GGUFTensor]] = {}
         self._unused = set(self.file.tensors) - ROPE_TABLES
@@ -171,7 +171,7 @@ class GGUFCheckpoint:
         start = 0
         for name, shape in zip(names, shapes, strict=True):
             stop = start + math.prod(shape if len(tensor.shape) == 1 else shape[:-1])
-            self._places[name] = _Place(shape, tensor, slice(start, stop))
+            self._places[name] = _TensorPlace(shape, tensor, slice(start, stop))
             start = stop
 
     def _find_split(self, source: str, name: str) -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.loader.builtin import BUILTIN, fetch_builtin
-from octavo.loader.cache import cache_dir, publish
 from octavo.loader.gguf_parts import split_paths
+from octavo.loader.model_cache import cache_dir, publish
 from octavo.loader.shapes import SHAPES, shape_folder
 
 if TYPE_CHECKING:

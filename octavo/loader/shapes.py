@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from octavo.loader.cache import cache_dir, publish
+from octavo.loader.model_cache import cache_dir, publish
 from octavo.models.registry import NETWORKS
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.core.errors import WeightError
 from octavo.kernels.quantized_rows import QuantizedRows
-from octavo.layers.base import Layer
+from octavo.layers.layer import Layer
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -15,9 +15,9 @@ from octavo.core.model_config import ModelConfig
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.layers.attention import Attention
-from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
 from octavo.layers.latent_attention import LatentAttention
+from octavo.layers.layer import Layer
 from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.layers.rope import extend_rotary_table, rotary_table
 from octavo.layers.vocabulary import ParallelLMHead, PositionEmbedding, VocabParallelEmbedding

@@ -18,8 +18,8 @@ from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec
 from octavo.layers.attention import Attention
-from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
+from octavo.layers.layer import Layer
 from octavo.layers.linear import ConcatQKVParallelLinear, ReplicatedConcatLinear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import extend_rotary_table, rotary_table

@@ -11,8 +11,8 @@ from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
+from octavo.layers.layer import Layer
 from octavo.models.checkpoint import CheckpointEntry
 from octavo.models.config_reader import ConfigReader
 

@@ -10,8 +10,8 @@ import torch
 from octavo.core.kv_spec import NUMBER_BYTES
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.base import Weight
 from octavo.layers.context import LayerContext
+from octavo.layers.layer import Weight
 from octavo.models.network import Network
 from octavo.models.registry import make_network
 

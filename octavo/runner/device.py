@@ -21,7 +21,7 @@ from octavo.runner.pending import CudaTimer, CudaTimers
 from octavo.runner.step_inputs import FlatInputs
 
 
-class MeasuredStep(Protocol):
+class ProfiledStep(Protocol):
     """The largest step, run to see what memory it takes."""
 
     def run(self) -> None:
@@ -52,7 +52,7 @@ class Device(ABC):
 
     @abstractmethod
     def cache_size(
-        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], MeasuredStep]
+        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], ProfiledStep]
     ) -> CacheSize:
         """The KV cache that fits beside the weights and the largest step.
 
@@ -102,7 +102,7 @@ class HostDevice(Device):
         return self._share.free_memory()
 
     def cache_size(
-        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], MeasuredStep]
+        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], ProfiledStep]
     ) -> CacheSize:
         """See ``memory.cache_size``; the largest step is estimated."""
         free = self._free_for_caches()
@@ -144,7 +144,7 @@ class CudaDevice(Device):
         return self._memory.free()
 
     def cache_size(
-        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], MeasuredStep]
+        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], ProfiledStep]
     ) -> CacheSize:
         """See ``memory.gpu_cache_size``; the largest step is measured, and what captured steps take."""
         step = largest_step()

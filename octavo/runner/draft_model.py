@@ -29,8 +29,8 @@ from octavo.models.network import Network
 from octavo.models.sizes import weight_bytes
 from octavo.runner.device import Device
 from octavo.runner.drafted_blocks import DraftedBlocks
-from octavo.runner.drafter import Drafts, DraftSource, WorkerDrafter
 from octavo.runner.input_batch import InputBatch
+from octavo.runner.network_drafter import Drafts, DraftSource, WorkerDrafter
 from octavo.sampling.sampler import Sampler
 
 

@@ -23,13 +23,13 @@ from octavo.kernels.timing import KernelClock
 from octavo.models.network import Network
 from octavo.models.sizes import build_rank_without_weights, build_without_weights, weight_bytes
 from octavo.runner import memory
-from octavo.runner.adapters import LoraPreparer, reserved_bytes
 from octavo.runner.device import make_device
-from octavo.runner.drafter import DraftSource, WorkerDrafter
-from octavo.runner.grammars import GrammarPreparer
+from octavo.runner.grammar_preparer import GrammarPreparer
 from octavo.runner.kv_layers import KVLayers, find_groups
+from octavo.runner.lora_preparer import LoraPreparer, reserved_bytes
 from octavo.runner.memory import WorkerShare
-from octavo.runner.preparations import PreparerContext, WorkerPreparations, make_preparers
+from octavo.runner.network_drafter import DraftSource, WorkerDrafter
+from octavo.runner.preparers import PreparerContext, WorkerPreparations, make_preparers
 from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
 from octavo.runner.ranks import Ranks
 from octavo.runner.setup import find_drafter, load_network, make_context, make_kernels

@@ -14,11 +14,11 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.core.startup import WorkerFacts
 from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput
 from octavo.models.sizes import weight_bytes
-from octavo.runner.adapters import describe_adapters
 from octavo.runner.device_batch import SampledTokens
-from octavo.runner.drafter import add_drafts
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.loaded_model import LoadedModel
+from octavo.runner.lora_preparer import describe_adapters
+from octavo.runner.network_drafter import add_drafts
 from octavo.runner.pending import QueuedStep
 from octavo.runner.prompt_results import PromptResults
 from octavo.runner.sleep import WeightSleep, release_device_memory

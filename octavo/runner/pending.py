@@ -17,7 +17,7 @@ from octavo.runner.step_inputs import DraftedTokens, NewTokens
 
 if TYPE_CHECKING:
     from octavo.kernels.sampling import PendingLogprobs
-    from octavo.sampling.outputs import PendingSamplerOutput, SamplerOutput
+    from octavo.sampling.sampler_outputs import PendingSamplerOutput, SamplerOutput
 
 
 @dataclass(slots=True)

@@ -28,8 +28,8 @@ from octavo.layers.context import LayerContext
 from octavo.layers.linear import share_heads
 from octavo.loader.adapters.prompt import VirtualTokens, VirtualTokenSizes, read_prompt_adapter
 from octavo.models.network import Network
-from octavo.runner.adapters import AdapterPreparer
-from octavo.runner.preparations import PreparerContext
+from octavo.runner.lora_preparer import AdapterPreparer
+from octavo.runner.preparers import PreparerContext
 from octavo.runner.step_inputs import StepInputs
 from octavo.sampling.sampler import TokenTable
 

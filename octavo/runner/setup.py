@@ -19,8 +19,8 @@ from octavo.loader.model import load_model, make_dummy_model
 from octavo.loader.resolve import gguf_source, weight_quantization
 from octavo.models.network import Network
 from octavo.runner.draft_model import DraftModelSource
-from octavo.runner.drafter import DraftSource
-from octavo.runner.eagle import EagleSource
+from octavo.runner.eagle_drafter import EagleSource
+from octavo.runner.network_drafter import DraftSource
 
 
 def make_kernels(

@@ -19,8 +19,8 @@ from torch import Tensor
 from octavo.kernels.interface import Kernels
 from octavo.kernels.pinned import host_empty
 from octavo.kernels.timing import KernelClock
-from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
+from octavo.layers.layer import Layer
 from octavo.models.sizes import weight_bytes
 from octavo.runner.loaded_model import LoadedModel
 

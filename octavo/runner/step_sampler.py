@@ -11,8 +11,8 @@ from octavo.kernels.forward_batch import ForwardOutput
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.pending import PendingTokens, QueuedStep
 from octavo.runner.step_inputs import StepInputs
-from octavo.sampling.outputs import RowFailure
 from octavo.sampling.sampler import Sampler
+from octavo.sampling.sampler_outputs import RowFailure
 
 
 class StepSampler:

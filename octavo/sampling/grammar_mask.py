@@ -15,7 +15,7 @@ from octavo.core.request import Generate
 from octavo.core.structured_outputs import TOO_COSTLY
 from octavo.grammar.matcher import GrammarTokenizer
 from octavo.kernels.sampling import mask_words, pack_mask
-from octavo.sampling.outputs import RowError
+from octavo.sampling.sampler_outputs import RowError
 
 #: From so many masks on it pays to wake other threads for them.
 _PARALLEL_FROM = 8

@@ -22,7 +22,7 @@ from octavo.core.request import Generate
 from octavo.core.sampling_params import LogitsProcessor, SamplingParams
 from octavo.kernels.sampling import pack_mask
 from octavo.sampling.grammar_mask import GrammarMask
-from octavo.sampling.outputs import RowError
+from octavo.sampling.sampler_outputs import RowError
 
 NO_PLUGINS = LogitsPlugins()
 _LARGEST = float(np.finfo(np.float32).max)

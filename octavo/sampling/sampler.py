@@ -15,7 +15,7 @@ from octavo.kernels import noise
 from octavo.kernels.sampling import FILTERS, Filters, PendingLogprobs, SamplingBackend, mask_words
 from octavo.sampling.grammar_mask import CompiledGrammar, GrammarMask, GrammarMasks
 from octavo.sampling.logits_processors import NO_PLUGINS, LogitsProcessors
-from octavo.sampling.outputs import PendingSamplerOutput, RowError, RowFailure
+from octavo.sampling.sampler_outputs import PendingSamplerOutput, RowError, RowFailure
 
 
 class TokenTable:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from octavo.core.errors import ClientLimitError
-from octavo.sandbox.process import Answer, Call, Process
+from octavo.sandbox.process import Process, SandboxAnswer, SandboxCall
 
 NUM_PROCESSES = 3
 #: Processes that one client may have at a time, so that the first call of another one finds one. Two, so that a slow
@@ -30,8 +30,8 @@ class _Job:
     """A call, and those who wait for it."""
 
     key: Hashable
-    call: Call
-    read: Callable[[Answer], Any]
+    call: SandboxCall
+    read: Callable[[SandboxAnswer], Any]
     #: The client of each.
     waiters: dict[Future[Any], str] = field(default_factory=dict)
     #: For each client that waits for it.
@@ -64,7 +64,7 @@ class Sandbox:
         self._window = 0.0
 
     def submit(
-        self, call: Call, read: Callable[[Answer], T], *, client: str = "", key: Hashable | None = None
+        self, call: SandboxCall, read: Callable[[SandboxAnswer], T], *, client: str = "", key: Hashable | None = None
     ) -> Future[T]:
         """Queues a call; the future gives what ``read``, in a thread, makes of its answer. To cancel it drops the call.
 
@@ -137,7 +137,7 @@ class Sandbox:
                     future.set_exception(error)  # which calls ``_leave``
 
     def _run(self, job: _Job, client: str, process: Process) -> None:
-        answer, result, error = Answer(), None, None
+        answer, result, error = SandboxAnswer(), None, None
         try:
             process.start()
             with self._lock:

@@ -31,7 +31,7 @@ STACK_BYTES = 1 << 20
 _LENGTH_BYTES = 4
 
 
-class Call(msgspec.Struct):
+class SandboxCall(msgspec.Struct):
     """A function to call."""
 
     #: ``module:name`` of a function that takes bytes and returns bytes.
@@ -41,7 +41,7 @@ class Call(msgspec.Struct):
     seconds: float
 
 
-class Answer(msgspec.Struct):
+class SandboxAnswer(msgspec.Struct):
     """What the function returned, or why it did not."""
 
     content: bytes = b""
@@ -61,7 +61,7 @@ class Process:
         self._killed = False
         #: Ends the last process that was started.
         self._stop: Callable[[], object] = lambda: None
-        self._decode = msgspec.msgpack.Decoder(Answer).decode
+        self._decode = msgspec.msgpack.Decoder(SandboxAnswer).decode
 
     @property
     def is_running(self) -> bool:
@@ -75,7 +75,7 @@ class Process:
             self._killed, self._process = False, _start()
             self._stop = weakref.finalize(self, _end, self._process)
 
-    def call(self, call: Call) -> Answer:
+    def call(self, call: SandboxCall) -> SandboxAnswer:
         """Calls a function in the process, which is running; takes at most a few times the seconds of the call."""
         process, begin = self._process, time.monotonic()
         assert process is not None and process.stdin is not None and process.stdout is not None
@@ -84,7 +84,9 @@ class Process:
             return self._decode(_read(process.stdout))
         except (EOFError, OSError):
             _end(process)
-            return Answer(failure=_failure(process.returncode), seconds=min(time.monotonic() - begin, call.seconds))
+            return SandboxAnswer(
+                failure=_failure(process.returncode), seconds=min(time.monotonic() - begin, call.seconds)
+            )
 
     def kill(self) -> None:
         """Ends the process and its call; from any thread."""
@@ -145,7 +147,7 @@ def main() -> None:
     """Answers calls until the input ends."""
     os.nice(NICENESS)
     _limit_memory()
-    decode = msgspec.msgpack.Decoder(Call).decode
+    decode = msgspec.msgpack.Decoder(SandboxCall).decode
     while True:
         try:
             call = decode(_read(sys.stdin.buffer))
@@ -154,19 +156,19 @@ def main() -> None:
         _write(sys.stdout.buffer, _answer(call))
 
 
-def _answer(call: Call) -> Answer:
+def _answer(call: SandboxCall) -> SandboxAnswer:
     module, _, name = call.function.partition(":")
     function = getattr(importlib.import_module(module), name)
     begin = time.process_time()
     _limit_time(call.seconds)
     try:
-        answer = Answer(function(call.content))
+        answer = SandboxAnswer(function(call.content))
     except MemoryError:
-        answer = Answer(failure="memory")
+        answer = SandboxAnswer(failure="memory")
     except RecursionError:
-        answer = Answer(failure="depth")
+        answer = SandboxAnswer(failure="depth")
     except Exception as e:
-        answer = Answer(failure="error", details=f"{type(e).__name__}: {e}")
+        answer = SandboxAnswer(failure="error", details=f"{type(e).__name__}: {e}")
     _limit_time(0)
     answer.seconds = time.process_time() - begin
     return answer

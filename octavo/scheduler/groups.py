@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
-from octavo.core.preparations import Preparation, preparations_of
+from octavo.core.preparation import Preparation, preparations_of
 from octavo.core.request import Beam, EngineCoreRequest, Generate, SequenceStatus
 from octavo.core.untracked import untracked
 from octavo.memory.prefix_chain import FeatureSpan, PrefixChain

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from octavo.core.errors import AdapterError
-from octavo.core.preparations import Limits, Preparation
+from octavo.core.preparation import Limits, Preparation
 from octavo.core.stats import AdapterStats
 from octavo.scheduler.groups import SequenceGroup
 

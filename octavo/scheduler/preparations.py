@@ -11,7 +11,7 @@ import msgspec
 
 from octavo.core.errors import AdapterError
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.preparations import KINDS, Limits, Preparation, limits_of, preparations_of
+from octavo.core.preparation import KINDS, Limits, Preparation, limits_of, preparations_of
 from octavo.core.request import EngineCoreRequest
 from octavo.core.stats import AdapterStats
 from octavo.scheduler.groups import SequenceGroup

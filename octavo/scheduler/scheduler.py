@@ -18,9 +18,9 @@ from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.preemption import MoveCost, Preemption
 from octavo.scheduler.preparations import Preparations
 from octavo.scheduler.queues import Queues
-from octavo.scheduler.results import Results
 from octavo.scheduler.running import Running
 from octavo.scheduler.step import Step, advance, make_plan
+from octavo.scheduler.step_results import Results
 from octavo.speculation.speculator import Speculator
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from octavo.core.errors import EngineDeadError, OctavoError
-from octavo.server.errors import ApiError
+from octavo.server.api_errors import ApiError
 from octavo.server.protocol_admin import Sleeping
 from octavo.server.service import operator_service, service_of
 

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from octavo import __version__
-from octavo.server import adapters, admin, chat, completions, operation, tokenization
+from octavo.server import adapter_routes, admin, completions, operation, tokenization
+from octavo.server.api_errors import handle_errors
 from octavo.server.docs_page import docs_page
-from octavo.server.errors import handle_errors
 from octavo.server.large_bodies import BodyRoute
-from octavo.server.messages import routes as messages
-from octavo.server.messages.protocol import AnthropicError, MessageObject, TokenCount
+from octavo.server.messages import message_routes as messages
+from octavo.server.messages.message_protocol import AnthropicError, MessageObject, TokenCount
 from octavo.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestMiddleware
 from octavo.server.protocol import ChatCompletion, Completion
 from octavo.server.protocol_admin import (
@@ -31,8 +31,8 @@ from octavo.server.protocol_admin import (
     Tokenized,
     Version,
 )
-from octavo.server.responses import routes as responses
-from octavo.server.responses.protocol import DeletedResponse, ResponseObject
+from octavo.server.responses import response_routes as responses
+from octavo.server.responses.response_protocol import DeletedResponse, ResponseObject
 from octavo.server.service import Service
 
 #: Status -> its description in OpenAPI.
@@ -89,7 +89,15 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
 
 def _add_openai_routes(app: FastAPI) -> None:
     _add(app, "POST", "/v1/completions", completions.create_completion, Completion, "OpenAI", stream=True)
-    _add(app, "POST", "/v1/chat/completions", chat.create_chat_completion, ChatCompletion, "OpenAI", stream=True)
+    _add(
+        app,
+        "POST",
+        "/v1/chat/completions",
+        chat_completions.create_chat_completion,
+        ChatCompletion,
+        "OpenAI",
+        stream=True,
+    )
     _add(app, "GET", "/v1/models", operation.list_models, ModelList, "OpenAI")
     _add(app, "POST", "/v1/responses", responses.create_response, ResponseObject, "OpenAI", stream=True)
     one = "/v1/responses/{response_id}"
@@ -150,7 +158,7 @@ def _add_admin_routes(app: FastAPI) -> None:
 
 def _add_adapter_routes(app: FastAPI) -> None:
     refused = {403: "A web page.", 404: "There is no such adapter.", 409: "The name is taken, or in use."}
-    for path, endpoint in (("load", adapters.load_adapter), ("unload", adapters.unload_adapter)):
+    for path, endpoint in (("load", adapter_routes.load_adapter), ("unload", adapter_routes.unload_adapter)):
         _add(app, "POST", f"/v1/{path}_lora_adapter", endpoint, AdapterStatus, "Server", errors=refused)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, TypeVar, overload
 
-from octavo.server.errors import ApiError, unsupported
+from octavo.server.api_errors import ApiError, unsupported
 
 T = TypeVar("T")
 D = TypeVar("D")

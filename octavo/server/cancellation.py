@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from octavo.server.errors import ApiError
+from octavo.server.api_errors import ApiError
 
 
 async def with_cancellation(receive: Any, work: Coroutine[Any, Any, Any], deadline: float) -> Any:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.engine.tool_messages import CallFormat
-from octavo.server.errors import ApiError, unsupported
+from octavo.server.api_errors import ApiError, unsupported
 from octavo.server.middleware import client_of
 from octavo.server.service import Service
 from octavo.server.tool_parsers.grammar import CallGrammar, closed, json_rule

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from octavo.engine.text_stream import TextStream
-    from octavo.server.reasoning_parsers.base import ReasoningParser
-    from octavo.server.tool_parsers.base import ToolParser
+    from octavo.server.reasoning_parsers.reasoning_parser import ReasoningParser
+    from octavo.server.tool_parsers.tool_parser import ToolParser
 
 
 @dataclass(frozen=True, slots=True)

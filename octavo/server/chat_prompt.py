@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from octavo.engine.tool_messages import HERMES, CallFormat
+from octavo.server.api_errors import unsupported
 from octavo.server.chat_formats import visible_tokens
-from octavo.server.errors import unsupported
 from octavo.server.formats import read_form
-from octavo.server.prompts import THINKING_VARIABLES, render_chat
+from octavo.server.prompt_fields import THINKING_VARIABLES, render_chat
 from octavo.server.protocol import ChatCompletionRequest
-from octavo.server.reasoning_parsers.base import ReasoningParser, Thinking
+from octavo.server.reasoning_parsers.reasoning_parser import ReasoningParser, Thinking
 from octavo.server.request_template import RequestTemplate, choose
 from octavo.server.service import Service
-from octavo.server.tool_parsers.base import ToolParser
 from octavo.server.tool_parsers.json_calls import Hermes
+from octavo.server.tool_parsers.tool_parser import ToolParser
 from octavo.server.tools import RequestTools
 
 

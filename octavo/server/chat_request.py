@@ -31,19 +31,19 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.text_stream import TextStream
+from octavo.server.api_errors import ApiError, unsupported
 from octavo.server.chat_formats import special_tokens
 from octavo.server.chat_forms import answer_form, blame_tool
 from octavo.server.chat_output import ChatEvent, ChatParser, ReasoningDelta, ToolCallStart
 from octavo.server.chat_prompt import ChatPrompt, make_chat_prompt
-from octavo.server.errors import ApiError, unsupported
 from octavo.server.generation import Generation, check_fields, make_generation
 from octavo.server.large_bodies import beside_loop
 from octavo.server.message_fields import check_tools
-from octavo.server.prompts import TokenizedPrompt, encode, read_prediction
+from octavo.server.prompt_fields import TokenizedPrompt, encode, read_prediction
 from octavo.server.protocol import ChatCompletionRequest
-from octavo.server.reasoning_parsers.base import ReasoningParser, Thinking
+from octavo.server.reasoning_parsers.reasoning_parser import ReasoningParser, Thinking
 from octavo.server.service import Service
-from octavo.server.tool_parsers.base import ToolParser
+from octavo.server.tool_parsers.tool_parser import ToolParser
 from octavo.server.tools import RequestTools, read_tools
 
 FinishReason = Literal["stop", "length", "tool_calls"]

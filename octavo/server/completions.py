@@ -15,8 +15,8 @@ from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.sampling_params import DEFAULT_MAX_TOKENS
 from octavo.server.generation import Generation, check_fields, make_generation
 from octavo.server.logprobs import LogprobsTracker, make_completion_logprobs, make_prompt_logprobs, prompt_tokens
-from octavo.server.pending import PendingResponse
-from octavo.server.prompts import TokenizedPrompt, read_prompts
+from octavo.server.pending_response import PendingResponse
+from octavo.server.prompt_fields import TokenizedPrompt, read_prompts
 from octavo.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from octavo.server.service import ServedModel, Service, service_of
 from octavo.server.streaming import DONE, event

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from octavo.server.errors import ApiError, unsupported
+from octavo.server.api_errors import ApiError, unsupported
 from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
 from octavo.server.protocol_base import RequestModel
 from octavo.server.service import Service

@@ -8,7 +8,7 @@ from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import InvalidRequestError
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.structured_outputs import FORMS, TOO_COSTLY, UNUSABLE, StructuredOutputsParams, structured_outputs_of
-from octavo.server.errors import ApiError
+from octavo.server.api_errors import ApiError
 from octavo.server.protocol_formats import FormFields, ResponseFormat
 
 #: Fields that mean the same as one of ``structured_outputs``.

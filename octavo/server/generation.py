@@ -19,15 +19,15 @@ from octavo.core.errors import AdapterConflictError, InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
+from octavo.server.api_errors import ApiError, unsupported
 from octavo.server.cancellation import cancel_tasks
-from octavo.server.errors import ApiError, unsupported
 from octavo.server.fields import refuse_unknown, refuse_unsupported
 from octavo.server.formats import form_error, renamed
 from octavo.server.logging import log_fields, log_prompt
 from octavo.server.logprobs import LogprobsTracker, TextLogprobs
 from octavo.server.metrics import RequestObserver
 from octavo.server.middleware import client_of
-from octavo.server.prompts import TokenizedPrompt, truncated
+from octavo.server.prompt_fields import TokenizedPrompt, truncated
 from octavo.server.protocol import CompletionDetails, GenerationRequest, PromptDetails, Usage
 from octavo.server.request_params import make_beam_search_params, make_sampling_params
 from octavo.server.service import ServedModel, Service

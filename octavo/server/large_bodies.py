@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.server.errors import ApiError
+from octavo.server.api_errors import ApiError
 from octavo.server.service import service_of
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server import logging as server_logging
-from octavo.server.errors import ApiError, as_api_error
+from octavo.server.api_errors import ApiError, as_api_error
 from octavo.server.metrics import Metrics
 
 #: Paths that need no key, as load balancers probe them; they reveal nothing about users.

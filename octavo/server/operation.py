@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.server.errors import ApiError
+from octavo.server.api_errors import ApiError
 from octavo.server.protocol_admin import Model, ModelList, Version
 from octavo.server.service import ServedModel, Service, service_of
 

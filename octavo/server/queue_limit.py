@@ -9,7 +9,7 @@ from typing import Any
 from octavo.core.outputs import RequestOutput
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.request_stream import QueuedTokens
-from octavo.server.errors import ApiError
+from octavo.server.api_errors import ApiError
 
 #: Largest ``Retry-After``, in seconds.
 MAX_RETRY_AFTER = 60

@@ -10,8 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
+from octavo.server.api_errors import ApiError, as_api_error
 from octavo.server.chat_request import Chat, ChoiceEvents
-from octavo.server.errors import ApiError, as_api_error
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.sampling_params import SamplingParams
-from octavo.server.errors import unsupported
+from octavo.server.api_errors import unsupported
 from octavo.server.formats import read_form
 from octavo.server.protocol import GenerationRequest
 

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from octavo.engine.chat_template import choose_template, render_and_read
 from octavo.engine.request_templates import render_in_sandbox, variables_in_sandbox
 from octavo.engine.template_program import template_variables
+from octavo.server.api_errors import unsupported
 from octavo.server.cancellation import with_cancellation
-from octavo.server.errors import unsupported
 from octavo.server.middleware import client_of
 from octavo.server.protocol import TemplateOptions
 from octavo.server.service import Service

@@ -16,10 +16,10 @@ from octavo.core.adapters import LoRARequest
 from octavo.core.errors import AdapterError
 from octavo.core.server_options import CHARS_PER_TOKEN, ServerOptions
 from octavo.engine.adapter_folder import AdapterResolver, find_by_name, make_resolver
-from octavo.engine.adapters import Adapter, listed
+from octavo.engine.adapter_registry import Adapter, listed
 from octavo.engine.async_llm import AsyncLLM
+from octavo.server.api_errors import ApiError
 from octavo.server.chat_formats import ChatFormats
-from octavo.server.errors import ApiError
 from octavo.server.metrics import Metrics
 from octavo.server.queue_limit import QueueLimit
 from octavo.server.responses.store import ResponseStore

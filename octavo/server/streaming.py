@@ -9,8 +9,8 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from octavo.server.api_errors import ApiError, as_api_error
 from octavo.server.cancellation import cancel_tasks, wait_for_disconnect
-from octavo.server.errors import ApiError, as_api_error
 from octavo.server.logging import log_fields
 from octavo.server.protocol_base import ResponseModel
 

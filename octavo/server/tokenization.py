@@ -7,10 +7,10 @@ from starlette.responses import Response
 
 from octavo.engine.text_stream import TextStream
 from octavo.engine.tokenizer import Tokenizer
-from octavo.server.errors import ApiError
+from octavo.server.api_errors import ApiError
 from octavo.server.fields import refuse_unsupported
 from octavo.server.large_bodies import beside_loop
-from octavo.server.prompts import encode, render_chat
+from octavo.server.prompt_fields import encode, render_chat
 from octavo.server.protocol_admin import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from octavo.server.request_template import choose
 from octavo.server.service import service_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from octavo.server.errors import ApiError, unsupported
+from octavo.server.api_errors import ApiError, unsupported
 from octavo.server.protocol_tools import Tool, ToolChoice
 
 #: Most functions, as OpenAI's API has it.

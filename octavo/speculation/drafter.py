@@ -62,10 +62,10 @@ def make_drafter(config: SpeculativeConfig) -> Drafter | None:
     """The drafter of a configuration; None if nothing but predictions of requests is drafted from."""
     from octavo.speculation.ngram import NgramDrafter
     from octavo.speculation.suffix import SuffixDrafter
-    from octavo.speculation.worker_drafter import HeadDrafter, WorkerDrafter
+    from octavo.speculation.worker_drafter import DraftsOnWorkers, HeadDrafter
 
     if config.drafts_on_workers:
-        return WorkerDrafter() if config.method == "draft_model" else HeadDrafter()
+        return DraftsOnWorkers() if config.method == "draft_model" else HeadDrafter()
     if config.method == "ngram":
         return NgramDrafter(config)
     return SuffixDrafter(config) if config.method == "suffix" else None

@@ -8,8 +8,8 @@ import logging
 from octavo.core.errors import WorkerError
 from octavo.core.speculative_options import SpeculativeConfig
 from octavo.core.stats import SpeculationStats
+from octavo.speculation.draft_lengths import AdaptiveLength, FixedLength
 from octavo.speculation.drafter import DraftedSequence, Drafter, make_drafter
-from octavo.speculation.lengths import AdaptiveLength, FixedLength
 from octavo.speculation.prediction import PredictionDrafter
 
 logger = logging.getLogger("octavo")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from octavo.speculation.drafter import BY_WORKER, DraftedSequence, Drafter
 
 
-class WorkerDrafter(Drafter):
+class DraftsOnWorkers(Drafter):
     """Asks the workers for drafts, and estimates which tokens of a sequence their drafter has computed."""
 
     def __init__(self) -> None:

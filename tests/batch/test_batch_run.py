@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from octavo.batch.results import Result, ResultFile, RowError, new_id
+from octavo.batch.result_files import BatchRowError, Result, ResultFile, new_id
 from octavo.cli.main import main
 from octavo.core.errors import OctavoError
 from tests.busy_machine import PATIENCE, eventually
@@ -202,7 +202,7 @@ def test_files_that_cannot_be_used_are_refused_and_left_alone(
 
 def test_a_full_disk_ends_the_run_and_the_line_it_cut_short_is_written_anew(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    made = [Result(new_id(), name, None, RowError("code", "failed", 1)) for name in "abc"]
+    made = [Result(new_id(), name, None, BatchRowError("code", "failed", 1)) for name in "abc"]
     output = ResultFile(path)
     output.append(made[0])
     size = path.stat().st_size
@@ -227,7 +227,7 @@ def test_results_of_other_rows_are_kept_when_failed_ones_are_answered_again(tmp_
     path = tmp_path / "out.jsonl"
     output = ResultFile(path)
     for name in ("mine", "of another input"):
-        output.append(Result(new_id(), name, None, RowError("code", "failed", 1)))
+        output.append(Result(new_id(), name, None, BatchRowError("code", "failed", 1)))
     output.drop_failed({"mine"})
     output.append(Result(new_id(), "mine", None, None))
     output.close()

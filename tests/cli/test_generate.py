@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo.cli.prompts import read_jobs
+from octavo.cli.prompt_files import read_jobs
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.outputs import RequestOutput
 from tests.adapters import write_adapter

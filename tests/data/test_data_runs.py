@@ -15,8 +15,8 @@ import pytest
 
 import octavo.data
 from octavo import LLM, ConfigError, SamplingParams
-from octavo.data.formats import JsonLines, find_files
-from octavo.data.generator import Answer, Columns, Generator
+from octavo.data.file_formats import JsonLines, find_files
+from octavo.data.generator import Columns, Generator, RowAnswer
 from tests.busy_machine import PATIENCE, eventually
 
 ENGINE: dict[str, Any] = {"device": "cpu", "num_threads": 1, "num_gpu_blocks_override": 400, "max_num_seqs": 8}
@@ -29,8 +29,8 @@ class Echo(Generator):
     def __init__(self) -> None:
         self.columns = Columns("prompt", "out")
 
-    def answer(self, prompts: Sequence[Any]) -> list[Answer]:
-        return [Answer(p * 2) if isinstance(p, str) else Answer(None, "no text") for p in prompts]
+    def answer(self, prompts: Sequence[Any]) -> list[RowAnswer]:
+        return [RowAnswer(p * 2) if isinstance(p, str) else RowAnswer(None, "no text") for p in prompts]
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

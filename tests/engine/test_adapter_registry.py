@@ -12,7 +12,7 @@ from hypothesis.strategies import integers, sampled_from
 from octavo.core.adapters import AdapterRef, LoRARequest
 from octavo.core.errors import AdapterConflictError, AdapterError, AdapterNotFoundError, ConfigError
 from octavo.engine.adapter_folder import AdapterResolver, FolderResolver, allowed_path, find_by_name, make_resolver
-from octavo.engine.adapters import AdapterRegistry
+from octavo.engine.adapter_registry import AdapterRegistry
 
 
 def make(enabled: bool = True, reads: list[str] | None = None) -> AdapterRegistry:

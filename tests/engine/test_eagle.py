@@ -17,8 +17,8 @@ from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
 from octavo.loader.adapters.targets import AdapterTargets
 from octavo.models.config_files import read_model_config
 from octavo.runner import loaded_model
-from octavo.runner.drafter import Drafts
-from octavo.runner.eagle import EagleDrafter
+from octavo.runner.eagle_drafter import EagleDrafter
+from octavo.runner.network_drafter import Drafts
 from tests.models.eagle_heads import TARGET, Head, Reference, eagle1, eagle3
 from tests.runner.test_adapter_store import make_adapter
 

@@ -9,11 +9,11 @@ import pytest
 
 from octavo.core.config import make_config
 from octavo.core.outputs import CompletionOutput
-from octavo.core.preparations import KINDS, Limits, Preparation, PreparationKind
+from octavo.core.preparation import KINDS, Limits, Preparation, PreparationKind
 from octavo.core.request import EngineCoreRequest
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm_engine import LLMEngine
-from octavo.runner.preparations import Preparer, PreparerContext
+from octavo.runner.preparers import Preparer, PreparerContext
 
 #: By key, on the worker, which is in this process.
 kept: dict[str, str] = {}

@@ -15,7 +15,7 @@ from octavo import LLM, SamplingParams
 from octavo.core.config import make_config
 from octavo.core.errors import ConfigError, EngineStateError, InvalidRequestError, WeightError
 from octavo.engine.async_llm import AsyncLLM
-from octavo.server.errors import as_api_error
+from octavo.server.api_errors import as_api_error
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",

@@ -8,7 +8,7 @@ from llguidance import LLMatcher
 
 from octavo.core.structured_outputs import Grammar
 from octavo.grammar.compile import byte_tokenizer
-from octavo.grammar.limits import parser_limits
+from octavo.grammar.parser_limits import parser_limits
 
 #: The end-of-sequence token of the tokenizer.
 END = 256

@@ -22,7 +22,7 @@ from octavo.core.errors import ConfigError
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
 from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
 from octavo.kernels.cpu.linear import CpuDenseWeight  # noqa: E402
-from octavo.kernels.limits import measure_cpu  # noqa: E402
+from octavo.kernels.device_limits import measure_cpu  # noqa: E402
 from tests.busy_machine import once_in_three  # noqa: E402
 
 DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError, WeightError
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
+from octavo.layers.layer import Layer
 from octavo.layers.linear import (
     GateUpParallelLinear,
     MergedColumnParallelLinear,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from octavo.loader.cache import publish
+from octavo.loader.model_cache import publish
 
 
 def fill(folder: Path) -> None:

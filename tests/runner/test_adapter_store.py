@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from octavo.core.adapters import AdapterRef
 from octavo.core.errors import InsufficientMemoryError
 from octavo.core.plan import NewSequence, StepResult, TableChange
-from octavo.core.preparations import adapter_preparation
+from octavo.core.preparation import adapter_preparation
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.loader.adapters.adapter_files import check_adapter
 from octavo.loader.adapters.targets import AdapterTargets
 from octavo.models.config_files import read_model_config
-from octavo.runner import adapters
+from octavo.runner import lora_preparer
 from tests.runner.test_model_runner import PROMPT, Samples, Worker, samples
 
 PARAMS = SamplingParams(temperature=0.0, logprobs=1)
@@ -137,8 +137,8 @@ class SlowReads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._go = threading.Semaphore(0)
-        self._read: Callable[..., Any] = adapters.read_adapter
-        monkeypatch.setattr(adapters, "read_adapter", self)
+        self._read: Callable[..., Any] = lora_preparer.read_adapter
+        monkeypatch.setattr(lora_preparer, "read_adapter", self)
 
     def __call__(self, *args: Any) -> Any:
         assert self._go.acquire(timeout=60)
@@ -212,13 +212,13 @@ def test_memory_of_adapters_is_reserved(network: Path) -> None:
         network, kernels="reference", enable_lora=True, max_loras=2, max_cpu_loras=4, max_lora_rank=8
     )
     loaded = with_adapters.runner.loaded
-    network_bytes = adapters.adapter_bytes(loaded.network)
+    network_bytes = lora_preparer.adapter_bytes(loaded.network)
     # Both matrices of seven in each of two layers, of embedding and head, in float32 and of a rank of 16.
     qkvo = 2 * (32 + 32) + 2 * (32 + 16)
     assert network_bytes == 4 * 16 * (2 * (qkvo + 3 * (32 + 64)) + 2 * (32 + 64))
-    assert adapters.reserved_bytes(loaded.options, loaded.network, 1 << 40) == 4 * network_bytes
+    assert lora_preparer.reserved_bytes(loaded.options, loaded.network, 1 << 40) == 4 * network_bytes
     with pytest.raises(InsufficientMemoryError, match=r"4 adapters of rank 8 take up to .* lower max_cpu_loras"):
-        adapters.reserved_bytes(loaded.options, loaded.network, network_bytes)
+        lora_preparer.reserved_bytes(loaded.options, loaded.network, network_bytes)
     assert with_adapters.runner.startup_facts().adapters.startswith(
         "2 slots, at most 4 in host memory, of ranks up to 8"
     )

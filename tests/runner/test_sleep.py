@@ -15,8 +15,8 @@ from octavo.kernels import interpreted, load_kernels
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import make_batch
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.base import Layer
 from octavo.layers.context import LayerContext
+from octavo.layers.layer import Layer
 from octavo.loader.model import load_model
 from octavo.models.config_files import read_model_config
 from octavo.models.llama import LlamaForCausalLM

@@ -16,8 +16,8 @@ from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.numpy_sampling import NumpySampling
 from octavo.kernels.triton.sampling_backend import TritonSampling
-from octavo.sampling.outputs import PendingSamplerOutput, SamplerOutput
 from octavo.sampling.sampler import Sampler, TokenTable
+from octavo.sampling.sampler_outputs import PendingSamplerOutput, SamplerOutput
 
 VOCAB = 200
 ON_GPU = torch.cuda.is_available()

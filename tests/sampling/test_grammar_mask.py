@@ -17,7 +17,7 @@ from octavo.core.structured_outputs import Grammar
 from octavo.grammar.matcher import GrammarError, GrammarTokenizer, compile_grammar
 from octavo.kernels.sampling import mask_words
 from octavo.sampling.grammar_mask import CompiledGrammar, GrammarMask, GrammarMasks
-from octavo.sampling.outputs import RowError
+from octavo.sampling.sampler_outputs import RowError
 
 WORDS = ["ab", "abc", "bc", '":"', '","', "true", "tr", "name", "12", " x"]
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())

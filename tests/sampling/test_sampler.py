@@ -22,8 +22,8 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.numpy_sampling import NumpySampling, position_logprobs
 from octavo.kernels.sampling import SamplingBackend
 from octavo.sampling.logits_processors import TokenMask
-from octavo.sampling.outputs import RowError, SamplerOutput
 from octavo.sampling.sampler import Sampler, TokenTable
+from octavo.sampling.sampler_outputs import RowError, SamplerOutput
 
 VOCAB = 200
 

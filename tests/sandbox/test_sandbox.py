@@ -14,7 +14,7 @@ import pytest
 from octavo.core.errors import ClientLimitError
 from octavo.sandbox import pool
 from octavo.sandbox.pool import MOST_OF_CLIENT, Sandbox
-from octavo.sandbox.process import Answer, Call
+from octavo.sandbox.process import SandboxAnswer, SandboxCall
 from tests.busy_machine import PATIENCE, eventually
 
 
@@ -23,12 +23,14 @@ def sandbox() -> Sandbox:
     return Sandbox()
 
 
-def submit(sandbox: Sandbox, name: str, content: object = b"", seconds: float = 60.0, **who: str) -> Future[Answer]:
+def submit(
+    sandbox: Sandbox, name: str, content: object = b"", seconds: float = 60.0, **who: str
+) -> Future[SandboxAnswer]:
     given = content if isinstance(content, bytes) else os.fsencode(str(content))
-    return sandbox.submit(Call(f"tests.sandbox.calls:{name}", given, seconds), lambda answer: answer, **who)
+    return sandbox.submit(SandboxCall(f"tests.sandbox.calls:{name}", given, seconds), lambda answer: answer, **who)
 
 
-def answer(sandbox: Sandbox, name: str, content: object = b"", seconds: float = 60.0, **who: str) -> Answer:
+def answer(sandbox: Sandbox, name: str, content: object = b"", seconds: float = 60.0, **who: str) -> SandboxAnswer:
     return submit(sandbox, name, content, seconds, **who).result(PATIENCE)
 
 
@@ -56,7 +58,7 @@ def test_clients_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     sandbox, go, order = Sandbox(), tmp_path / "go", list[str]()
 
     def queue(client: str, number: int) -> Future[None]:
-        call = Call("tests.sandbox.calls:echo", b"", 60)
+        call = SandboxCall("tests.sandbox.calls:echo", b"", 60)
         return sandbox.submit(call, lambda _: order.append(f"{client}{number}"), client=client)
 
     held = submit(sandbox, "hold", go, client="a")
@@ -131,11 +133,11 @@ def test_the_seconds_of_a_client_are_limited(sandbox: Sandbox, monkeypatch: pyte
 
 
 def test_an_error_of_the_reader_is_that_of_the_call(sandbox: Sandbox) -> None:
-    def read(answer: Answer) -> None:
+    def read(answer: SandboxAnswer) -> None:
         raise KeyError("no")
 
     with pytest.raises(KeyError):
-        sandbox.submit(Call("tests.sandbox.calls:echo", b"", 60), read).result(PATIENCE)
+        sandbox.submit(SandboxCall("tests.sandbox.calls:echo", b"", 60), read).result(PATIENCE)
     assert answer(sandbox, "echo", b"after").content == b"after"
 
 

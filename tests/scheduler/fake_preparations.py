@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from octavo.core.adapters import AdapterRef
 from octavo.core.option_parts import AdapterOptions
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.preparations import Limits, Preparation, adapter_preparation, grammar_preparation, limits_of
+from octavo.core.preparation import Limits, Preparation, adapter_preparation, grammar_preparation, limits_of
 from octavo.core.structured_outputs import Grammar
 
 

@@ -16,7 +16,7 @@ from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence
 from octavo.speculation.drafter import DraftedSequence, Drafter
 from octavo.speculation.waiting import Waiting
-from octavo.speculation.worker_drafter import WorkerDrafter
+from octavo.speculation.worker_drafter import DraftsOnWorkers
 from tests.scheduler.fake_worker import (
     VOCABULARY,
     Engine,
@@ -283,7 +283,7 @@ def test_drafts_leave_rows_to_forked_children() -> None:
 def test_workers_draft_fewer_tokens_than_asked_for_or_fail(depth: int, adaptive: bool, options: dict[str, Any]) -> None:
     drafts = failures = 0
     for seed in range(4):
-        drafter = WorkerDrafter()
+        drafter = DraftsOnWorkers()
         engine = make(drafter, depth, blocks=24, adaptive=adaptive, **options)
         engine.worker.drafting.seed(seed)
         for group_id in range(1, 9):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.preparations import Limits
+from octavo.core.preparation import Limits
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.executor.worker_reports import WorkerReports, reports_of
 from octavo.scheduler.groups import SequenceGroup

@@ -15,9 +15,9 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from octavo.core.server_options import ServerOptions
-from octavo.server import connections
-from octavo.server.connections import Acceptor, client_of, connection_limits
+from octavo.server import listener
 from octavo.server.http_protocol import HttpProtocol
+from octavo.server.listener import Acceptor, client_of, connection_limits
 from tests.busy_machine import PATIENCE
 from tests.server.running_server import Running
 
@@ -184,7 +184,7 @@ def test_without_descriptors_nothing_is_accepted_until_one_is_free(
 ) -> None:
     async def check(retry: bool) -> None:
         made: list[Exhausted] = []
-        monkeypatch.setattr(connections, "_RETRY", 0.05 if retry else PATIENCE)
+        monkeypatch.setattr(listener, "_RETRY", 0.05 if retry else PATIENCE)
 
         def wrapped(sock: socket.socket) -> Exhausted:
             made.append(Exhausted(sock))
@@ -228,13 +228,13 @@ def test_addresses_of_one_client(one: str, other: str, same: bool) -> None:
 
 
 def test_limits_fit_the_descriptors(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda kind: (1 << 20, 1 << 20))
+    monkeypatch.setattr(listener.resource, "getrlimit", lambda kind: (1 << 20, 1 << 20))
     assert connection_limits(ServerOptions()) == (8192, 4096)
     assert connection_limits(ServerOptions(max_connections=10, max_connections_per_address=10)) == (10, 10)
     assert not caplog.messages
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda kind: (1024, 1024))
+    monkeypatch.setattr(listener.resource, "getrlimit", lambda kind: (1024, 1024))
     most, by_address = connection_limits(ServerOptions())
-    assert 0 < most < 1024 - connections.RESERVED_DESCRIPTORS and by_address == most // 2
+    assert 0 < most < 1024 - listener.RESERVED_DESCRIPTORS and by_address == most // 2
     assert "ulimit -n" in caplog.text
 
 

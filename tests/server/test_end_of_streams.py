@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from octavo.server.run import is_loopback
+from octavo.server.serve_app import is_loopback
 from tests.busy_machine import eventually
 from tests.server.running_server import Running
 

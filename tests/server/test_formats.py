@@ -9,7 +9,7 @@ import pytest
 from octavo.core.errors import InvalidRequestError
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.structured_outputs import StructuredOutputsParams
-from octavo.server.errors import ApiError, as_api_error
+from octavo.server.api_errors import ApiError, as_api_error
 from octavo.server.formats import form_error, read_form, renamed
 from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
 from tests.server.running_server import Running

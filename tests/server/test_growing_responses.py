@@ -19,6 +19,7 @@ from octavo.core.outputs import CompletionOutput, Logprob
 from octavo.engine.text_stream import TextStream
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.loader.byte_level import byte_alphabet
+from octavo.server.api_errors import ApiError
 from octavo.server.chat_output import (
     ChatEvent,
     ChatParser,
@@ -28,16 +29,15 @@ from octavo.server.chat_output import (
     ToolCallStart,
     collect,
 )
-from octavo.server.errors import ApiError
 from octavo.server.logprobs import TextLogprobs, make_chat_logprobs
-from octavo.server.messages.events import GrowingMessage
-from octavo.server.messages.protocol import MessageObject, MessageUsage
-from octavo.server.messages.protocol import OutputTokensDetails as ThinkingDetails
+from octavo.server.messages.message_events import GrowingMessage
+from octavo.server.messages.message_protocol import MessageObject, MessageUsage
+from octavo.server.messages.message_protocol import MessageTokensDetails as ThinkingDetails
 from octavo.server.reasoning_parsers import Think
-from octavo.server.reasoning_parsers.base import Thinking
-from octavo.server.responses.events import GrowingResponse
+from octavo.server.reasoning_parsers.reasoning_parser import Thinking
 from octavo.server.responses.items import messages_of
-from octavo.server.responses.protocol import (
+from octavo.server.responses.response_events import GrowingResponse
+from octavo.server.responses.response_protocol import (
     InputTokensDetails,
     OutputTokensDetails,
     ResponseObject,

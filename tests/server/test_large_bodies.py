@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import field_validator
 
-from octavo.server.errors import ApiError, handle_errors
+from octavo.server.api_errors import ApiError, handle_errors
 from octavo.server.large_bodies import LARGE, MAX_ENTRIES, MAX_PARTS, BodyRoute, beside_loop, check_size
 from octavo.server.protocol_base import Int, RequestModel
 from tests.busy_machine import PATIENCE, held_up

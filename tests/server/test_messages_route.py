@@ -14,8 +14,8 @@ from anthropic.types.message_count_tokens_params import MessageCountTokensParams
 from pydantic import TypeAdapter
 
 from octavo.server import fields
-from octavo.server.messages import request as chats
-from octavo.server.messages.protocol import CountTokensRequest, MessagesRequest
+from octavo.server.messages import message_request as chats
+from octavo.server.messages.message_protocol import CountTokensRequest, MessagesRequest
 from tests.server.running_server import Running
 
 ROUTE, CHAT = "/v1/messages", "/v1/chat/completions"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from octavo.core.errors import ConfigError
 from octavo.server.chat_formats import ChatFormats
 from octavo.server.reasoning_parsers import REASONING_PARSERS, find_reasoning_parser, load_reasoning_parser
-from octavo.server.reasoning_parsers.base import ReasoningParser, Thinking
+from octavo.server.reasoning_parsers.reasoning_parser import ReasoningParser, Thinking
 from tests.server.marked_reasoning import IssueReasoning
 
 Think = REASONING_PARSERS["qwen3"]

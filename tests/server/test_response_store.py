@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.server.errors import ApiError
+from octavo.server.api_errors import ApiError
 from octavo.server.responses.store import ResponseStore, StoredResponse
 
 

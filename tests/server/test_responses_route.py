@@ -13,8 +13,8 @@ from openai.types.responses import Response, ResponseStreamEvent, response_creat
 from pydantic import TypeAdapter
 
 from octavo.server import fields
-from octavo.server.responses import request as chats
-from octavo.server.responses.protocol import ResponsesRequest
+from octavo.server.responses import response_request as chats
+from octavo.server.responses.response_protocol import ResponsesRequest
 from tests.server.running_server import Running
 
 ROUTE, CHAT = "/v1/responses", "/v1/chat/completions"

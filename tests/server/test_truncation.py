@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from octavo.server.errors import ApiError
-from octavo.server.responses import request as responses
-from octavo.server.responses.protocol import ResponsesRequest
+from octavo.server.api_errors import ApiError
+from octavo.server.responses import response_request as responses
+from octavo.server.responses.response_protocol import ResponsesRequest
 
 
 def truncate(

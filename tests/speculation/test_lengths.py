@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from octavo.speculation.costs import StepCosts, best_lengths
-from octavo.speculation.lengths import AdaptiveLength, FixedLength
+from octavo.speculation.draft_lengths import AdaptiveLength, FixedLength
 
 
 def cpu(rows: int) -> float:

@@ -19,7 +19,7 @@ _LOG2_E = 1.4426950408889634
 _COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class Form(NamedTuple):
+class AttentionForm(NamedTuple):
     """A compile-time argument of kernels: the attention's constants."""
 
     #: Query heads per KV head.
@@ -57,7 +57,7 @@ class Context(NamedTuple):
     kv_group: int
     #: Argument of ``attend``.
     scale: float
-    form: Form
+    form: AttentionForm
 
 
 def make_context(q: Tensor, cache: TritonLayerCache, spec: AttentionSpec) -> Context:
@@ -66,7 +66,7 @@ def make_context(q: Tensor, cache: TritonLayerCache, spec: AttentionSpec) -> Con
     quantized = cache.dtype in QUANTIZED
     # Neither of bfloat16 and float16 includes the other's values; both include those of a quantised cache.
     compute = q.dtype if quantized else torch.promote_types(q.dtype, cache.dtype)
-    form = Form(
+    form = AttentionForm(
         group=q.shape[1] // kv_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,

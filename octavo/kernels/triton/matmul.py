@@ -16,7 +16,7 @@ from octavo.kernels.triton.rounding import rounded
 from octavo.kernels.triton.tiles import dot, pieces_of, splits, tile_place
 
 
-class _ProductTile(NamedTuple):
+class _DenseProductTile(NamedTuple):
     rows: int
     columns: int
     depth: int
@@ -25,9 +25,9 @@ class _ProductTile(NamedTuple):
 
 
 #: Two programs of this shape fit a Hopper multiprocessor; at few rows the loads of weights outlast its arithmetic.
-_HALF = _ProductTile(128, 128, 64, 8, 3)
+_HALF = _DenseProductTile(128, 128, 64, 8, 3)
 #: Without tensor cores (float32 as it is).
-_SINGLE = _ProductTile(64, 64, 32, 4, 2)
+_SINGLE = _DenseProductTile(64, 64, 32, 4, 2)
 
 
 @triton.jit(do_not_specialize=["rows", "row_tiles"])

@@ -95,7 +95,7 @@ CASES = {
 }
 
 
-class AllocatorFigures(msgspec.Struct, frozen=True, kw_only=True):
+class AllocatorRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run of a case with one allocator."""
 
     case: str
@@ -139,7 +139,7 @@ def measure(
     repeats: int,
     share: float = 1.0,
     profile: StepProfile | None = None,
-) -> Iterator[AllocatorFigures]:
+) -> Iterator[AllocatorRun]:
     """Each case with each allocator, once in each repeat, so that what slows the machine down does so for all.
 
     Args:
@@ -190,9 +190,7 @@ def _manager(case: AllocatorCase, allocator: str, queues: Any) -> Any:
     return make
 
 
-def _run(
-    engine: LLMEngine, case: AllocatorCase, allocator: str, items: Sequence[WorkItem], seed: int
-) -> AllocatorFigures:
+def _run(engine: LLMEngine, case: AllocatorCase, allocator: str, items: Sequence[WorkItem], seed: int) -> AllocatorRun:
     ids = (0, engine.core.model_config.vocab_size - 1)
     start = time.perf_counter()
     for number, item in enumerate(items):
@@ -213,7 +211,7 @@ def _run(
             sequences += seconds * (scheduler.queues.num_running_seqs + ended)
             filled += seconds * (stats.blocks_used * _BLOCK_SIZE - stats.empty_slots) / slots
     total = time.perf_counter() - start
-    return AllocatorFigures(
+    return AllocatorRun(
         case=case.name,
         allocator=allocator,
         seed=seed,

@@ -15,7 +15,7 @@ from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput, m
 from octavo.kernels.interface import AttentionSpec, Kernels
 from octavo.kernels.lora import LowRank, LowRankPart, LowRankShape
 from octavo.kernels.packed_weight import PackedWeight
-from octavo.layers.base import Weight
+from octavo.layers.layer import Weight
 from octavo.models.network import Network
 from octavo.models.sizes import build_without_weights, matrices, size_bytes
 

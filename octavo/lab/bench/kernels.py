@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.device_limits import CpuLimits, cpu_read_gb_s, graphed, measure_cpu, seconds_per_call
 from octavo.kernels.forward_batch import BatchSize
 from octavo.kernels.interface import Kernels
-from octavo.kernels.limits import CpuLimits, cpu_read_gb_s, graphed, measure_cpu, seconds_per_call
 from octavo.lab.bench.kernel_cases import (
     BLOCK,
     KernelCase,

@@ -13,7 +13,7 @@ from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.lab.bench.allocators import AllocatorCase, AllocatorFigures
+    from octavo.lab.bench.allocators import AllocatorCase, AllocatorRun
 
 EXAMPLE = """\
 examples:
@@ -75,7 +75,7 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def table(cases: Sequence[AllocatorCase], runs: Sequence[AllocatorFigures]) -> str:
+def table(cases: Sequence[AllocatorCase], runs: Sequence[AllocatorRun]) -> str:
     """A line for each case and allocator; rates and sequences of the paged one relative to those of the same seed."""
     from octavo.lab.bench.policies.tables import markdown_table, spread
     from octavo.lab.simulate.allocators.comparison import ALLOCATORS
@@ -90,7 +90,7 @@ def table(cases: Sequence[AllocatorCase], runs: Sequence[AllocatorFigures]) -> s
     for case, allocator in itertools.product(cases, ALLOCATORS):
         own, paged = by_key[case.name, allocator], by_key[case.name, "paged"]
 
-        def times(figure: str, own: list[AllocatorFigures] = own, paged: list[AllocatorFigures] = paged) -> str:
+        def times(figure: str, own: list[AllocatorRun] = own, paged: list[AllocatorRun] = paged) -> str:
             pairs = [(getattr(p, figure), getattr(f, figure)) for p, f in zip(paged, own, strict=True)]
             held = [p / f for p, f in pairs if p and f]
             return spread(held, lambda ratio: f"{ratio:.2f}") if held else "-"

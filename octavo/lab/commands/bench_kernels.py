@@ -19,7 +19,7 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
     import torch
 
     from octavo.kernels import load_kernels, resolve_device
-    from octavo.kernels.limits import measure_device
+    from octavo.kernels.device_limits import measure_device
     from octavo.lab.bench.kernel_cases import KernelCase, Types, cpu_shapes, gpu_shapes
     from octavo.lab.bench.kernels import cpu_limits, measure
     from octavo.loader.resolve import resolve_model, weight_quantization

@@ -120,7 +120,7 @@ def make_spec(arguments: Arguments, replicas: str, seed: int) -> ClusterSpec:
     from octavo.lab.simulate.cluster.routers import router_class
     from octavo.lab.simulate.cluster.spec import (
         ClusterSpec,
-        Limits,
+        LatencyLimits,
         Transfer,
         parse_autoscale,
         parse_outages,
@@ -143,7 +143,9 @@ def make_spec(arguments: Arguments, replicas: str, seed: int) -> ClusterSpec:
         random_outages=at_random,
         tries=given["tries"],
         autoscale=parse_autoscale(given["autoscale"]) if given["autoscale"] else None,
-        limits=Limits(_seconds(arguments.ttft_limit, "--ttft-limit"), _seconds(arguments.tpot_limit, "--tpot-limit")),
+        limits=LatencyLimits(
+            _seconds(arguments.ttft_limit, "--ttft-limit"), _seconds(arguments.tpot_limit, "--tpot-limit")
+        ),
         seed=seed,
     )
 

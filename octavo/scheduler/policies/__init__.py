@@ -14,7 +14,6 @@ from __future__ import annotations
 from octavo.core.config import SchedulerOptions
 from octavo.core.errors import ConfigError
 from octavo.core.plugins import load_class
-from octavo.scheduler.policies.base import Policy as Policy
 from octavo.scheduler.policies.classic import (
     FirstComeFirstServed as FirstComeFirstServed,
 )
@@ -28,6 +27,7 @@ from octavo.scheduler.policies.deadline import EarliestDeadlineFirst
 from octavo.scheduler.policies.fair import FairShare
 from octavo.scheduler.policies.guard import GuardedPolicy as GuardedPolicy
 from octavo.scheduler.policies.mlfq import MultiLevelFeedback
+from octavo.scheduler.policies.policy import Policy as Policy
 from octavo.scheduler.policies.srpt import ShortestRemaining
 
 POLICIES: dict[str, type[Policy]] = {

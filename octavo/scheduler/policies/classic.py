@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.policies.base import Policy
+from octavo.scheduler.policies.policy import Policy
 
 
 class FirstComeFirstServed(Policy):

@@ -9,7 +9,7 @@ from typing import Self
 
 from octavo.core.config import SchedulerOptions
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.policies.base import Policy, num_output_tokens
+from octavo.scheduler.policies.policy import Policy, num_output_tokens
 
 #: Weight of the newest interval between steps in their average.
 _SMOOTHING = 0.1

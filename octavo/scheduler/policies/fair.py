@@ -12,7 +12,7 @@ from octavo.core.config import SchedulerOptions
 from octavo.core.request import SequenceStatus
 from octavo.scheduler import groups
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.policies.base import Policy
+from octavo.scheduler.policies.policy import Policy
 
 #: Service of a token of a prompt and of a generated one (Sheng et al. 2024, section 5.1).
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0

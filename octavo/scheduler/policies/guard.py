@@ -9,7 +9,7 @@ from typing import Any
 from octavo.core.request import SequenceStatus
 from octavo.scheduler import groups
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.policies.base import Policy
+from octavo.scheduler.policies.policy import Policy
 
 logger = logging.getLogger("octavo")
 

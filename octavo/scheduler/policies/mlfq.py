@@ -9,8 +9,8 @@ from typing import Self
 
 from octavo.core.config import SchedulerOptions
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.policies.base import Policy
 from octavo.scheduler.policies.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from octavo.scheduler.policies.policy import Policy
 
 #: Service that a group receives in the first queue before it is demoted; each further queue gives twice as much.
 _QUANTUM = 64.0

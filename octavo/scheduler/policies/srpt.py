@@ -12,7 +12,7 @@ from octavo.core.request import SequenceStatus
 from octavo.scheduler import groups
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.length_predictor import Features, LengthPredictor, features_of
-from octavo.scheduler.policies.base import Policy, num_output_tokens
+from octavo.scheduler.policies.policy import Policy, num_output_tokens
 
 #: How many times the remaining steps of a waiting group must fit into those until the next slot is free.
 _CLEAR_GAIN = 2.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.core.plugins import load_class
-from octavo.server.reasoning_parsers.base import ReasoningParser
+from octavo.server.reasoning_parsers.reasoning_parser import ReasoningParser
 
 
 class Think(ReasoningParser):
@@ -18,13 +18,13 @@ class DeepSeekR1(Think):
     begins_inside = True
 
 
-class Mistral(ReasoningParser):
+class MistralReasoning(ReasoningParser):
     """Magistral, Ministral 3."""
 
     start, end = "[THINK]", "[/THINK]"
 
 
-class Gemma(ReasoningParser):
+class GemmaReasoning(ReasoningParser):
     """Gemma 4."""
 
     start, end = "<|channel>thought", "<channel|>"
@@ -36,7 +36,7 @@ class SeedOss(ReasoningParser):
     start, end = "<seed:think>", "</seed:think>"
 
 
-class Granite(ReasoningParser):
+class GraniteReasoning(ReasoningParser):
     """Granite 3.2, in words."""
 
     start, end = "Here is my thought process:", "Here is my response:"
@@ -46,10 +46,10 @@ class Granite(ReasoningParser):
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
     "qwen3": Think,
     "deepseek_r1": DeepSeekR1,
-    "mistral": Mistral,
-    "gemma": Gemma,
+    "mistral": MistralReasoning,
+    "gemma": GemmaReasoning,
     "seed_oss": SeedOss,
-    "granite": Granite,
+    "granite": GraniteReasoning,
 }
 #: Names that vLLM has for them, of models with the same marks.
 _OTHER_NAMES = {"deepseek_v3": "qwen3", "glm45": "qwen3", "gemma4": "gemma"}
@@ -61,7 +61,7 @@ def load_reasoning_parser(name: str) -> type[ReasoningParser]:
     Raises:
         ConfigError: there is none.
     """
-    base = "octavo.server.reasoning_parsers.base.ReasoningParser"
+    base = "octavo.server.reasoning_parsers.reasoning_parser.ReasoningParser"
     return load_class(_OTHER_NAMES.get(name, name), REASONING_PARSERS, ReasoningParser, "reasoning_parser", base)
 
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.server.errors import ApiError
+from octavo.server.api_errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)

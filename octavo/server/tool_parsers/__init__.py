@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from octavo.core.plugins import load_class
-from octavo.server.tool_parsers.base import ToolParser
 from octavo.server.tool_parsers.json_calls import DeepSeek, Granite, Hermes, Llama3, Mistral
 from octavo.server.tool_parsers.python_calls import Pythonic
 from octavo.server.tool_parsers.tagged_calls import FunctionGemma, Gemma, QwenCoder
+from octavo.server.tool_parsers.tool_parser import ToolParser
 
 #: By the name that ``--tool-call-parser`` gives.
 TOOL_PARSERS: dict[str, type[ToolParser]] = {

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from octavo.engine.tool_messages import HERMES, CallFormat
-from octavo.server.tool_parsers.base import Malformed, Reading, ToolParser
+from octavo.server.tool_parsers.tool_parser import Malformed, Reading, ToolParser
 
 _SEPARATORS = re.compile(r"[\s,;]*")
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from octavo.server.tool_parsers.base import Malformed, Reading, ToolParser
+from octavo.server.tool_parsers.tool_parser import Malformed, Reading, ToolParser
 
 _IN_STRING = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
 _OUTSIDE = re.compile(r"[^\"'()\[\]{},]*")

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, ClassVar
 
-from octavo.server.tool_parsers.base import Malformed, Reading, ToolParser
+from octavo.server.tool_parsers.tool_parser import Malformed, Reading, ToolParser
 
 _MAX_DEPTH = 64
 _BARE = re.compile(r"[^,{}\[\]<>\s:]*")

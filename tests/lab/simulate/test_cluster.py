@@ -19,7 +19,7 @@ from octavo.lab.simulate.cluster.cluster_run import simulate_cluster
 from octavo.lab.simulate.cluster.spec import (
     Autoscale,
     ClusterSpec,
-    Limits,
+    LatencyLimits,
     Outage,
     RandomOutages,
     Transfer,
@@ -180,7 +180,7 @@ def test_autoscaling_follows_the_load_and_drains_when_it_is_gone() -> None:
 def test_goodput_counts_requests_within_their_own_targets_or_the_limits() -> None:
     slow = item(0, 10, 4, ttft_target=0.5)
     items = [slow, item(10, 10, 4), item(20, 10, 4, ttft_target=3.0, tpot_target=0.9)]
-    found = on_cluster(items, 1, changes=UNIT, limits=Limits(ttft=2.0, tpot=1.0))
+    found = on_cluster(items, 1, changes=UNIT, limits=LatencyLimits(ttft=2.0, tpot=1.0))
     assert found.good == 1 and found.good_share == 1 / 3
     assert found.goodput == 1 / 24 and found.goodput_per_replica == 1 / 24
 

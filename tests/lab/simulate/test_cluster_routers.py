@@ -16,7 +16,7 @@ from octavo.lab.simulate.cluster.cluster_figures import ClusterFigures
 from octavo.lab.simulate.cluster.cluster_run import simulate_cluster
 from octavo.lab.simulate.cluster.replica import Replica
 from octavo.lab.simulate.cluster.routers import RouterSettings, SimulatedRouter
-from octavo.lab.simulate.cluster.spec import ClusterSpec, Limits
+from octavo.lab.simulate.cluster.spec import ClusterSpec, LatencyLimits
 from octavo.lab.workloads.arrivals import parse_arrivals
 from octavo.lab.workloads.lengths import Constant, Uniform
 from octavo.lab.workloads.sharing import Conversations
@@ -115,7 +115,7 @@ def test_the_plan_is_the_least_number_that_keeps_the_limits() -> None:
         outputs=Uniform(2, 30),
         seed=4,
     )
-    spec = ClusterSpec(((1, profile()),), limits=Limits(ttft=0.3, tpot=0.05))
+    spec = ClusterSpec(((1, profile()),), limits=LatencyLimits(ttft=0.3, tpot=0.05))
     plan = plan_replicas(spec, OPTIONS, load, share=0.95)
     assert plan.replicas is not None and plan.replicas > 1
     enough, fewer = (on(load, plan.replicas - less, "least_loaded", limits=spec.limits) for less in (0, 1))
@@ -129,7 +129,7 @@ def test_the_plan_is_the_least_number_that_keeps_the_limits() -> None:
 
 def test_wherever_it_starts_the_plan_is_the_same_number() -> None:
     load = Workload(requests=40, arrivals=parse_arrivals("poisson", 60, None), inputs=Uniform(10, 200), seed=4)
-    spec = ClusterSpec(((1, profile()),), limits=Limits(ttft=0.3))
+    spec = ClusterSpec(((1, profile()),), limits=LatencyLimits(ttft=0.3))
     plans = [plan_replicas(spec, OPTIONS, load, start=start) for start in (1, 3, 12)]
     assert len({plan.replicas for plan in plans}) == 1
     for plan in plans:
@@ -142,7 +142,7 @@ def test_requests_double_until_no_more_replicas_are_needed(monkeypatch: pytest.M
     load = Workload(
         requests=20, arrivals=parse_arrivals("poisson", 40, None), inputs=Constant(100), outputs=Constant(40)
     )
-    spec = ClusterSpec(((1, profile()),), limits=Limits(ttft=0.5))
+    spec = ClusterSpec(((1, profile()),), limits=LatencyLimits(ttft=0.5))
     begun: list[tuple[int, int]] = []
     found = plan_traffic(spec, OPTIONS, load, settle=True, on_plan=lambda *of: begun.append(of))
     assert found.settled and found.requests > 20 and found.seeds == [0, 1, 2]
@@ -154,7 +154,7 @@ def test_requests_double_until_no_more_replicas_are_needed(monkeypatch: pytest.M
 
 
 def test_arrivals_that_vary_are_planned_for_over_whole_periods() -> None:
-    spec = ClusterSpec(((1, profile()),), limits=Limits(ttft=10.0))
+    spec = ClusterSpec(((1, profile()),), limits=LatencyLimits(ttft=10.0))
     load = Workload(requests=9, arrivals=parse_arrivals("steps:5,20,180"), inputs=Constant(1), outputs=Constant(1))
     begun: list[int] = []
     plan_traffic(spec, OPTIONS, load, settle=True, repeats=1, on_plan=lambda count, _: begun.append(count))
@@ -166,10 +166,10 @@ def test_arrivals_that_vary_are_planned_for_over_whole_periods() -> None:
 
 def test_a_limit_that_one_request_alone_misses_has_no_plan() -> None:
     load = replace(TALK, requests=20, conversations=None)
-    spec = ClusterSpec(((1, profile()),), limits=Limits(ttft=1e-6))
+    spec = ClusterSpec(((1, profile()),), limits=LatencyLimits(ttft=1e-6))
     plan = plan_replicas(spec, OPTIONS, load, most=3)
     assert plan.replicas is None and plan.good_alone == 0.0 and [t.replicas for t in plan.tried] == [1, 2, 3]
     with pytest.raises(ConfigError, match="nothing limits"):
-        plan_replicas(replace(spec, limits=Limits()), OPTIONS, load)
+        plan_replicas(replace(spec, limits=LatencyLimits()), OPTIONS, load)
     with pytest.raises(ConfigError, match="share"):
         plan_replicas(spec, OPTIONS, load, share=0)

@@ -13,7 +13,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.lab.simulate.cluster.cluster_figures import ClusterFigures
 from octavo.lab.simulate.cluster.cluster_run import simulate_cluster
-from octavo.lab.simulate.cluster.spec import MOST_REPLICAS, ClusterSpec, Limits, stated_limits
+from octavo.lab.simulate.cluster.spec import MOST_REPLICAS, ClusterSpec, LatencyLimits, stated_limits
 from octavo.lab.simulate.engine import SimulatedEngine
 from octavo.lab.simulate.step_profile import StepProfile
 from octavo.lab.workloads.arrivals import Day, Steps
@@ -168,7 +168,7 @@ def plan_replicas(
         raise ConfigError(f"the share of requests that meet the limits must be above 0 and at most 1, not {share:g}")
     if not 1 <= most <= MOST_REPLICAS:
         raise ConfigError(f"the most replicas must be from 1 to {MOST_REPLICAS}, not {most}")
-    if spec.limits == Limits() and not any(i.ttft_target or i.tpot_target for i in items):
+    if spec.limits == LatencyLimits() and not any(i.ttft_target or i.tpot_target for i in items):
         raise ConfigError("nothing limits the number of replicas: give ttft_limit, tpot_limit, or targets of requests")
     profile = spec.replicas[0][1]
     tried: dict[int, Tried] = {}

@@ -78,7 +78,7 @@ class Autoscale:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LatencyLimits:
     """What a request must keep to count as good: its own targets where it has any, else these; in seconds."""
 
     ttft: float | None = None
@@ -111,7 +111,7 @@ class ClusterSpec:
     #: A request that a failed replica had is begun anew on another; counted as failed after so many tries.
     tries: int = 3
     autoscale: Autoscale | None = None
-    limits: Limits = Limits()
+    limits: LatencyLimits = LatencyLimits()
     seed: int = 0
     #: Numbers of the replicas, in order: those that compute prompts first; made from the counts by default.
     numbers: tuple[int, ...] = field(default=())

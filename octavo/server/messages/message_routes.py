@@ -8,26 +8,26 @@ import uuid
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.server.api_errors import ApiError, anthropic_error
 from octavo.server.chat_prompt import make_chat_prompt
 from octavo.server.chat_request import Chat, ChoiceEvents, start_chat
-from octavo.server.errors import ApiError, anthropic_error
 from octavo.server.fields import HARMLESS, UNSUPPORTED, refuse_unknown, refuse_unsupported
 from octavo.server.large_bodies import beside_loop
-from octavo.server.messages import request as chats
-from octavo.server.messages.events import GrowingMessage
-from octavo.server.messages.protocol import (
+from octavo.server.messages import message_request as chats
+from octavo.server.messages.message_events import GrowingMessage
+from octavo.server.messages.message_protocol import (
     Block,
     CountTokensRequest,
     MessageObject,
     MessagesRequest,
+    MessageTokensDetails,
     MessageUsage,
-    OutputTokensDetails,
     StopReason,
     TokenCount,
     ToolUseBlock,
 )
-from octavo.server.pending import Event, PendingChat
-from octavo.server.prompts import encode
+from octavo.server.pending_response import Event, PendingChat
+from octavo.server.prompt_fields import encode
 from octavo.server.protocol import ChatCompletionRequest
 from octavo.server.renamed_chat import renamed_errors
 from octavo.server.service import Service, service_of
@@ -109,7 +109,7 @@ class _PendingMessage(PendingChat):
             cache_read_input_tokens=cached,
             cache_creation_input_tokens=0,
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(thinking_tokens=self.chat.generation.reasoning_tokens or 0),
+            output_tokens_details=MessageTokensDetails(thinking_tokens=self.chat.generation.reasoning_tokens or 0),
         )
 
 

@@ -27,7 +27,7 @@ class Response(msgspec.Struct):
     body: msgspec.Raw
 
 
-class RowError(msgspec.Struct):
+class BatchRowError(msgspec.Struct):
     """Why a row did not reach a route."""
 
     code: str
@@ -42,7 +42,7 @@ class Result(msgspec.Struct):
     id: str
     custom_id: str | None
     response: Response | None
-    error: RowError | None
+    error: BatchRowError | None
 
     @property
     def key(self) -> Key | None:

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.server.api_errors import ApiError
 from octavo.server.cancellation import with_cancellation
 from octavo.server.chat_request import Chat, ChoiceEvents
-from octavo.server.errors import ApiError
 from octavo.server.renamed_chat import renamed_outputs
 from octavo.server.streaming import EventStream
 

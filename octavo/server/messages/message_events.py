@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from octavo.server.chat_output import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
-from octavo.server.messages.protocol import (
+from octavo.server.messages.message_protocol import (
     Block,
     MessageObject,
     MessageUsage,
@@ -17,7 +17,7 @@ from octavo.server.messages.protocol import (
     ThinkingBlock,
     ToolUseBlock,
 )
-from octavo.server.pending import Event
+from octavo.server.pending_response import Event
 
 
 class GrowingMessage:

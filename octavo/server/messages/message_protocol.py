@@ -69,7 +69,7 @@ class ToolUseBlock(ResponseModel):
 Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
-class OutputTokensDetails(ResponseModel):
+class MessageTokensDetails(ResponseModel):
     """Details of the generated tokens."""
 
     thinking_tokens: int
@@ -82,7 +82,7 @@ class MessageUsage(ResponseModel):
     cache_read_input_tokens: int = Field(description="Tokens of the prompt that were.")
     cache_creation_input_tokens: int = Field(description="Always 0: what is put into the prefix cache is not counted.")
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: MessageTokensDetails
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]

@@ -7,12 +7,12 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from octavo.server.api_errors import ApiError
 from octavo.server.chat_output import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
-from octavo.server.errors import ApiError
 from octavo.server.logprobs import TextLogprobs, Token
-from octavo.server.pending import Event
+from octavo.server.pending_response import Event
 from octavo.server.protocol import TokenLogprob
-from octavo.server.responses.protocol import (
+from octavo.server.responses.response_protocol import (
     FunctionCallItem,
     IncompleteDetails,
     ItemStatus,

@@ -9,15 +9,15 @@ from typing import Any
 
 from starlette.requests import Request
 
+from octavo.server.api_errors import ApiError
 from octavo.server.body_parts import BodyPart, entries, not_supported, wrong
 from octavo.server.chat_request import Chat, start_chat
-from octavo.server.errors import ApiError
 from octavo.server.fields import Unsupported
 from octavo.server.large_bodies import beside_loop
 from octavo.server.protocol import ChatCompletionRequest
 from octavo.server.renamed_chat import renamed_errors
 from octavo.server.responses.items import Message, messages_of
-from octavo.server.responses.protocol import ResponsesRequest
+from octavo.server.responses.response_protocol import ResponsesRequest
 from octavo.server.sampling_fields import SamplingFields
 from octavo.server.service import Service
 

@@ -8,8 +8,8 @@ import logging
 from starlette.requests import Request
 
 from octavo.engine.adapter_folder import allowed_path
+from octavo.server.api_errors import ApiError
 from octavo.server.cancellation import with_cancellation
-from octavo.server.errors import ApiError
 from octavo.server.protocol_admin import AdapterStatus, LoadAdapterRequest, UnloadAdapterRequest
 from octavo.server.service import operator_service
 

@@ -9,8 +9,8 @@ from octavo.engine.chat_template import choose_template
 from octavo.engine.template_program import template_variables
 from octavo.server.body_parts import BodyPart, entries, not_supported, wrong
 from octavo.server.fields import Unsupported
-from octavo.server.messages.protocol import CountTokensRequest, MessagesRequest
-from octavo.server.prompts import THINKING_VARIABLES
+from octavo.server.messages.message_protocol import CountTokensRequest, MessagesRequest
+from octavo.server.prompt_fields import THINKING_VARIABLES
 from octavo.server.sampling_fields import SamplingFields
 from octavo.server.service import Service
 

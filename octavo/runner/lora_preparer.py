@@ -17,7 +17,7 @@ from octavo.layers.lora import LoraLayer
 from octavo.loader.adapters.adapter_files import read_adapter
 from octavo.loader.adapters.targets import AdapterTargets
 from octavo.models.network import Network
-from octavo.runner.preparations import Preparer, PreparerContext
+from octavo.runner.preparers import Preparer, PreparerContext
 
 #: Of the threads that read: they get a third of what a thread of the kernels gets. More would slow down steps by as
 #: much as it takes; with less, the requests of an adapter wait for as long as others keep all processors busy.

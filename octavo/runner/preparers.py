@@ -14,7 +14,7 @@ from typing import Any
 from octavo.core.config import EngineConfig
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.preparations import KINDS
+from octavo.core.preparation import KINDS
 from octavo.layers.context import LayerContext
 from octavo.models.network import Network
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.core.errors import InvalidRequestError
 from octavo.engine.fill_in_middle import no_fill_in_middle
-from octavo.server.errors import ApiError, unsupported
+from octavo.server.api_errors import ApiError, unsupported
 from octavo.server.message_fields import check_parts, check_variables, further_fields, refuse_unread
 from octavo.server.protocol import ChatMessage, CompletionRequest, Prediction, TemplateOptions
 from octavo.server.request_template import RequestTemplate

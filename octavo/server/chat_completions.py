@@ -14,7 +14,7 @@ from octavo.core.outputs import RequestOutput
 from octavo.server.chat_output import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart, collect
 from octavo.server.chat_request import Chat, ChoiceEvents, start_chat
 from octavo.server.logprobs import LogprobsTracker, make_chat_logprobs, make_prompt_logprobs
-from octavo.server.pending import PendingResponse
+from octavo.server.pending_response import PendingResponse
 from octavo.server.protocol import (
     ChatChoice,
     ChatCompletion,

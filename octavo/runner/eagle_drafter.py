@@ -33,8 +33,8 @@ from octavo.models.eagle_config import EagleConfig
 from octavo.models.network import Network
 from octavo.models.sizes import weight_bytes
 from octavo.runner.device import Device
-from octavo.runner.drafter import Drafts, DraftSource, WorkerDrafter
 from octavo.runner.input_batch import InputBatch
+from octavo.runner.network_drafter import Drafts, DraftSource, WorkerDrafter
 from octavo.runner.step_inputs import StepInputs
 from octavo.sampling.sampler import Sampler
 

@@ -11,19 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.sampling_params import SamplingParams
+from octavo.server.api_errors import ApiError, unsupported
 from octavo.server.body_parts import wrong
 from octavo.server.chat_request import Chat, ChoiceEvents
-from octavo.server.errors import ApiError, unsupported
 from octavo.server.fields import HARMLESS, UNSUPPORTED, refuse_unknown, refuse_unsupported
 from octavo.server.large_bodies import beside_loop
 from octavo.server.logprobs import TextLogprobs, Token, make_chat_logprobs
 from octavo.server.middleware import owner_of
-from octavo.server.pending import Event, PendingChat, encode_event
+from octavo.server.pending_response import Event, PendingChat, encode_event
 from octavo.server.protocol import TokenLogprob
-from octavo.server.responses import request as chats
-from octavo.server.responses.events import GrowingResponse
+from octavo.server.responses import response_request as chats
 from octavo.server.responses.items import input_items
-from octavo.server.responses.protocol import (
+from octavo.server.responses.response_events import GrowingResponse
+from octavo.server.responses.response_protocol import (
     DeletedResponse,
     InputTokensDetails,
     OutputTokensDetails,

@@ -109,12 +109,12 @@ KINDS: dict[str, PreparationKind] = {
     "grammar": PreparationKind(
         of=_grammar_of,
         limits=lambda options: Limits(idle=MAX_IDLE_GRAMMARS),
-        preparer="octavo.runner.grammars:GrammarPreparer",
+        preparer="octavo.runner.grammar_preparer:GrammarPreparer",
     ),
     "lora": PreparationKind(
         of=_lora_of,
         limits=_lora_limits,
-        preparer="octavo.runner.adapters:LoraPreparer",
+        preparer="octavo.runner.lora_preparer:LoraPreparer",
         noun="an adapter of LoRA",
         option="enable_lora",
         is_adapter=True,

@@ -206,15 +206,15 @@ async def _serve_engine(
 
 def _import_libraries() -> None:
     """Imports the HTTP libraries, some 0.5 s, while the engine loads."""
-    for name in ("octavo.server.app", "uvicorn.lifespan.off", "octavo.server.connections"):
+    for name in ("octavo.server.app", "uvicorn.lifespan.off", "octavo.server.listener"):
         importlib.import_module(name)
 
 
 def _make_server(app: Any, options: ServerOptions, names: list[str]) -> uvicorn.Server:
     import uvicorn
 
-    from octavo.server.connections import Acceptor, connection_limits
     from octavo.server.http_protocol import HttpProtocol
+    from octavo.server.listener import Acceptor, connection_limits
 
     class Server(uvicorn.Server):
         """uvicorn's server with an acceptor of our own, and without its signal handling, which ends by the signal and

@@ -10,7 +10,7 @@ from octavo.core.request import AnyTask, Generate
 from octavo.core.structured_outputs import UNUSABLE
 from octavo.grammar.matcher import GrammarError, GrammarTokenizer, compile_grammar
 from octavo.loader.tokenizer_backend import load_backend
-from octavo.runner.preparations import Preparer, PreparerContext
+from octavo.runner.preparers import Preparer, PreparerContext
 from octavo.sampling.grammar_mask import CompiledGrammar
 
 
