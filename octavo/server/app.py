@@ -89,15 +89,7 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
 
 def _add_openai_routes(app: FastAPI) -> None:
     _add(app, "POST", "/v1/completions", completions.create_completion, Completion, "OpenAI", stream=True)
-    _add(
-        app,
-        "POST",
-        "/v1/chat/completions",
-        chat_completions.create_chat_completion,
-        ChatCompletion,
-        "OpenAI",
-        stream=True,
-    )
+    _add(app, "POST", "/v1/chat/completions", create_chat_completion, ChatCompletion, "OpenAI", stream=True)
     _add(app, "GET", "/v1/models", operation.list_models, ModelList, "OpenAI")
     _add(app, "POST", "/v1/responses", responses.create_response, ResponseObject, "OpenAI", stream=True)
     one = "/v1/responses/{response_id}"
