@@ -14,6 +14,7 @@ from starlette.responses import HTMLResponse
 from octavo import __version__
 from octavo.server import adapter_routes, admin, completions, operation, tokenization
 from octavo.server.api_errors import handle_errors
+from octavo.server.chat_completions import create_chat_completion
 from octavo.server.docs_page import docs_page
 from octavo.server.large_bodies import BodyRoute
 from octavo.server.messages import message_routes as messages
