@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
@@ -58,7 +57,7 @@ def test_one_value_is_for_all_and_a_list_has_one_for_each() -> None:
         ("ttft_target", 0, "ttft_target must be above 0 seconds"),
         ("tpot_target", -1.0, "tpot_target must be at least 0"),
         ("prediction", 7, "prediction must be text or a list of token ids"),
-        ("arrival_time", time.monotonic() + 1e6, "arrival_time must be a past moment"),
+        ("arrival_time", 1e12, "arrival_time must be a past moment"),
         ("arrival_time", "now", "arrival_time must be a past moment"),
     ],
 )
