@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from octavo.core.errors import ConfigError
+from octavo.kernels.triton.interpreter import interpreted
 
 if TYPE_CHECKING:
     from octavo.kernels.interface import Kernels
@@ -112,8 +112,3 @@ def _obstacle(name: str, gpu: bool, head_dim: int) -> str | None:
             "they need a GPU (or TRITON_INTERPRET=1, which runs them on a CPU to test them, thousands of times slower)"
         )
     return None
-
-
-def interpreted() -> bool:
-    """Whether Triton kernels run under its interpreter."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")

@@ -34,7 +34,8 @@ from octavo.engine.text_stream import TextStream
 from octavo.server.api_errors import ApiError, unsupported
 from octavo.server.chat_formats import special_tokens
 from octavo.server.chat_forms import answer_form, blame_tool
-from octavo.server.chat_output import ChatEvent, ChatParser, ReasoningDelta, ToolCallStart
+from octavo.server.chat_output import ChatEvent, ReasoningDelta, ToolCallStart
+from octavo.server.chat_parser import ChatParser
 from octavo.server.chat_prompt import ChatPrompt, make_chat_prompt
 from octavo.server.generation import Generation, check_fields, make_generation
 from octavo.server.large_bodies import beside_loop

@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-from octavo.core.speculative_options import SpeculativeConfig
-
 #: In place of a draft token: the workers propose one.
 BY_WORKER = -1
 
@@ -56,16 +54,3 @@ class Drafter(ABC):
 
     def on_end(self, sequence: DraftedSequence) -> None:  # noqa: B027  not every drafter keeps something
         """The sequence has ended, in whatever way; it may never have been proposed for."""
-
-
-def make_drafter(config: SpeculativeConfig) -> Drafter | None:
-    """The drafter of a configuration; None if nothing but predictions of requests is drafted from."""
-    from octavo.speculation.ngram import NgramDrafter
-    from octavo.speculation.suffix import SuffixDrafter
-    from octavo.speculation.worker_drafter import DraftsOnWorkers, HeadDrafter
-
-    if config.drafts_on_workers:
-        return DraftsOnWorkers() if config.method == "draft_model" else HeadDrafter()
-    if config.method == "ngram":
-        return NgramDrafter(config)
-    return SuffixDrafter(config) if config.method == "suffix" else None

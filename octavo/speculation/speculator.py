@@ -9,8 +9,11 @@ from octavo.core.errors import WorkerError
 from octavo.core.speculative_options import SpeculativeConfig
 from octavo.core.stats import SpeculationStats
 from octavo.speculation.draft_lengths import AdaptiveLength, FixedLength
-from octavo.speculation.drafter import DraftedSequence, Drafter, make_drafter
+from octavo.speculation.drafter import DraftedSequence, Drafter
+from octavo.speculation.ngram import NgramDrafter
 from octavo.speculation.prediction import PredictionDrafter
+from octavo.speculation.suffix import SuffixDrafter
+from octavo.speculation.worker_drafter import DraftsOnWorkers, HeadDrafter
 
 logger = logging.getLogger("octavo")
 
@@ -129,4 +132,13 @@ class Speculator:
 def make_speculator(config: SpeculativeConfig | None) -> Speculator:
     """What an engine with this option drafts with; without one, from predictions of requests alone."""
     config = config or SpeculativeConfig(method="prediction")
-    return Speculator(make_drafter(config), config.num_speculative_tokens, adaptive=config.adaptive)
+    return Speculator(_make_drafter(config), config.num_speculative_tokens, adaptive=config.adaptive)
+
+
+def _make_drafter(config: SpeculativeConfig) -> Drafter | None:
+    """None if nothing but predictions of requests is drafted from."""
+    if config.drafts_on_workers:
+        return DraftsOnWorkers() if config.method == "draft_model" else HeadDrafter()
+    if config.method == "ngram":
+        return NgramDrafter(config)
+    return SuffixDrafter(config) if config.method == "suffix" else None

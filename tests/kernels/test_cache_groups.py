@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from octavo.core.kv_spec import KVSpec, group_layers
-from octavo.kernels import interpreted, load_kernels
+from octavo.kernels import load_kernels
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.interface import Kernels
+from octavo.kernels.triton.interpreter import interpreted
 
 LARGE, SMALL, WINDOWED = (
     KVSpec("full", 2, 16, "float32"),

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from octavo.core.kv_spec import group_layers
-from octavo.kernels import interpreted, load_kernels
+from octavo.kernels import load_kernels
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import make_batch
 from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.triton.interpreter import interpreted
 from octavo.layers.context import LayerContext
 from octavo.layers.layer import Layer
 from octavo.loader.model import load_model

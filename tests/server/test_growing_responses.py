@@ -22,13 +22,13 @@ from octavo.loader.byte_level import byte_alphabet
 from octavo.server.api_errors import ApiError
 from octavo.server.chat_output import (
     ChatEvent,
-    ChatParser,
     ContentDelta,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
     collect,
 )
+from octavo.server.chat_parser import ChatParser
 from octavo.server.logprobs import TextLogprobs, make_chat_logprobs
 from octavo.server.messages.message_events import GrowingMessage
 from octavo.server.messages.message_protocol import MessageObject, MessageUsage

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.kernels import interpreted
+from octavo.kernels.triton.interpreter import interpreted
 from octavo.kernels.triton.rounding import rounded
 from octavo.kernels.triton.tiles import dot
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.kernels import interpreted
+from octavo.kernels.triton.interpreter import interpreted
 
 #: Tokens of a column: 128 bytes, a line of the cache.
 COLUMN = tl.constexpr(32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.kernels import interpreted
+from octavo.kernels.triton.interpreter import interpreted
 
 _INTERPRETED = tl.constexpr(interpreted())
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.kernels import interpreted
+from octavo.kernels.triton.interpreter import interpreted
 
 #: Programs that fill a large card: two on each of 132 multiprocessors.
 _PROGRAMS = 264

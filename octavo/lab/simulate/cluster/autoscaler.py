@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
-from octavo.lab.simulate.cluster.spec import Autoscale
+from octavo.lab.simulate.cluster.replica import ClusterJob, Replica
+from octavo.lab.simulate.cluster.spec import Autoscale, Role
 
-if TYPE_CHECKING:
-    from octavo.lab.simulate.cluster.cluster import Cluster
+
+class Scaled(Protocol):
+    """What it looks at, and what it does: the members of ``Cluster``."""
+
+    @property
+    def replicas(self) -> Mapping[int, Replica]:
+        """By number, in whatever state."""
+
+    @property
+    def serving(self) -> Mapping[Role, list[Replica]]:
+        """Those that take requests, by role; only clusters of one role are scaled."""
+
+    @property
+    def jobs_without_replica(self) -> Iterable[ClusterJob]:
+        """They wait until one serves."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether anything is still to come."""
+
+    def at(self, time: float, event: Callable[[float], None]) -> None:
+        """Has the event happen at this time."""
+
+    def start_replica(self, now: float, seconds: float) -> None:
+        """One more serves after so many seconds."""
+
+    def drain(self, replica: Replica, now: float) -> None:
+        """It takes no more requests, and stops after its last."""
 
 
 class Autoscaler:
@@ -18,7 +46,7 @@ class Autoscaler:
     Kubernetes counts, whose stabilisation window ``calm`` is.
     """
 
-    def __init__(self, cluster: Cluster, scale: Autoscale) -> None:
+    def __init__(self, cluster: Scaled, scale: Autoscale) -> None:
         """The cluster begins with its own number of replicas, within the bounds."""
         self._cluster, self._scale = cluster, scale
         self._too_many_since = math.inf

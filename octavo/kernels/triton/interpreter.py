@@ -1,0 +1,10 @@
+"""Whether Triton compiles kernels, or interprets them."""
+
+from __future__ import annotations
+
+import os
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run under its interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
