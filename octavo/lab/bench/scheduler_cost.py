@@ -152,7 +152,7 @@ def _timed_step(scheduler: Scheduler, running: int, tokens: Iterator[int]) -> tu
     scheduled, middle = time.thread_time(), time.perf_counter()
     # Every draft is accepted: it is the one token of prompts and outputs.
     counts = plan.num_tokens if plan.drafts else []
-    sampled = list(itertools.islice(tokens, plan.total_tokens))
+    sampled = list(itertools.islice(tokens, plan.total_tokens if counts else len(plan.seq_ids)))
     result = StepResult(plan.step, list(plan.seq_ids), sampled, counts, seconds=1e-3)
     before_update, later = time.thread_time(), time.perf_counter()
     scheduler.update(plan, result)
