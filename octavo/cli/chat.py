@@ -26,7 +26,7 @@ from octavo.cli.sampling_flags import add_sampling_flags, read_sampling_params
 from octavo.core.adapters import LoRARequest
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, InvalidRequestError
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.loader.builtin import BUILTIN
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class Conversation:
         try:
             messages, prompt, dropped = self._fitted(question, context)
             room, limit = context - len(prompt), self.params.max_tokens
-            params = self.params
+            params = msgspec.structs.replace(self.params, output_kind=RequestOutputKind.DELTA)
             if limit is not None and limit > room > 0:
                 params = msgspec.structs.replace(params, max_tokens=room)
             self.engine.add_request(request_id, prompt, params, lora_request=self.lora)

@@ -25,7 +25,7 @@ from octavo.cli.sampling_flags import PREFIX, add_beam_flags, add_sampling_flags
 from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
 from octavo.core.outputs import RequestMetrics, RequestOutput
 from octavo.core.request_options import RequestOptions
-from octavo.core.sampling_params import DefaultMaxTokens
+from octavo.core.sampling_params import DefaultMaxTokens, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import LLMEngine
@@ -144,7 +144,10 @@ def complete(engine: LLMEngine | None, jobs: list[Job], *, grows: bool) -> Itera
     for job in jobs:
         if engine is not None and job.error is None:
             try:
-                engine.add_request(str(job.index), job.tokenized, job.params, job.options, streaming=grows)
+                params = job.params
+                if grows and isinstance(params, SamplingParams):
+                    params = msgspec.structs.replace(params, output_kind=RequestOutputKind.DELTA)
+                engine.add_request(str(job.index), job.tokenized, params, job.options, streaming=grows)
             except InvalidRequestError as e:
                 job.error = str(e)
     outputs: dict[str, RequestOutput] = {}

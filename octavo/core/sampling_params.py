@@ -29,9 +29,9 @@ FOREIGN_FIELDS = {
 class RequestOutputKind(enum.Enum):
     """What each output of a request that is read while it grows holds."""
 
-    #: All of the output so far; of ``AsyncLLM.generate``, where it is the default.
+    #: All of the output so far; the default of ``AsyncLLM.generate`` and ``LLMEngine.step``.
     CUMULATIVE = 0
-    #: What is new since the output before; the default of ``AsyncLLM.submit`` and ``LLMEngine.step``.
+    #: What is new since the output before; the default of ``AsyncLLM.submit``.
     DELTA = 1
     #: All of it, once it has ended; as ``LLM`` gives it.
     FINAL_ONLY = 2

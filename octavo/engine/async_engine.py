@@ -11,8 +11,6 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
-import msgspec
-
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.config_sources import resolve_config
@@ -30,7 +28,7 @@ from octavo.engine.core_client import CoreProcess
 from octavo.engine.front_end import FrontEnd
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.model_files import check_classes, find_model
-from octavo.engine.output_processor import RequestState, check_increments
+from octavo.engine.output_processor import RequestState
 from octavo.engine.replicas import Replicas
 from octavo.engine.request_stream import QueuedTokens, RequestStream
 from octavo.engine.router import router_of
@@ -180,17 +178,10 @@ class AsyncEngine:
             InvalidRequestError, AdapterError, EngineDeadError, EngineStateError: as for ``submit``.
         """
         options = options_from_keywords("generate", keywords)
-        kind = None
-        if isinstance(sampling_params, SamplingParams):
-            kind = sampling_params.output_kind
-            if kind is RequestOutputKind.CUMULATIVE:
-                sampling_params = msgspec.structs.replace(sampling_params, output_kind=None)
-        stream = await self.submit(request_id, prompt, sampling_params, options, streaming=streaming)
-        whole: RequestOutput | None = None
-        with contextlib.closing(stream):
+        kind = RequestOutputKind.CUMULATIVE if streaming else RequestOutputKind.FINAL_ONLY
+        with contextlib.closing(await self._submit(request_id, prompt, sampling_params, options, kind)) as stream:
             async for output in stream:
-                whole = output if whole is None or kind is RequestOutputKind.DELTA else whole + output
-                yield whole
+                yield output
 
     async def submit(
         self,
@@ -204,7 +195,7 @@ class AsyncEngine:
     ) -> RequestStream:
         """Checks and queues a request. If ``streaming``, outputs are increments; else there is one, with everything.
 
-        ``keywords``: fields of ``options``.
+        ``output_kind`` of the parameters may say otherwise. ``keywords``: fields of ``options``.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -214,16 +205,26 @@ class AsyncEngine:
             EngineStateError: the engine is sleeping.
             OctavoError: as for ``ready``, of the first request.
         """
-        check_increments(params)
+        options = options_from_keywords("submit", keywords, options)
+        kind = RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY
+        return await self._submit(request_id, prompt, params, options, kind)
+
+    async def _submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None,
+        options: RequestOptions,
+        kind: RequestOutputKind,
+    ) -> RequestStream:
         if isinstance(prompt, (SamplingParams, BeamSearchParams)):
             raise InvalidRequestError("a request is given as request_id, prompt, parameters, in this order")
-        options = options_from_keywords("submit", keywords, options)
         if not self._loaded:
             await self.ready()
         prompt, options, adapter = await self.front_end.prepare(prompt, params, options)
         # Nothing is awaited below: the adapter stays loaded until the request counts as its user.
         self._check_accepts("a request")
-        return self._send(self.front_end.add(request_id, prompt, params, options, adapter, streaming=streaming))
+        return self._send(self.front_end.add(request_id, prompt, params, options, adapter, kind))
 
     def _check_accepts(self, what: str) -> None:
         self.check_alive()
@@ -246,7 +247,7 @@ class AsyncEngine:
         prefixes = self.front_end.prefixes
         try:
             for replica in self._replicas.router.alive:  # each has a KV cache of its own
-                request = self.front_end.outputs.open(prefixes.request(prefix), streaming=False)
+                request = self.front_end.outputs.open(prefixes.request(prefix), RequestOutputKind.FINAL_ONLY)
                 with contextlib.closing(self._send(request, replica)) as stream:
                     output = await anext(stream)
         except BaseException:  # such as a cancellation

@@ -14,7 +14,7 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.messages import check_sendable
 from octavo.core.prompts import Prompt
 from octavo.core.request_options import RequestOptions
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.adapter_registry import make_registry
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.model_files import ModelFiles
@@ -96,12 +96,11 @@ class FrontEnd:
         params: SamplingParams | BeamSearchParams | None,
         options: RequestOptions,
         adapter: AdapterRef | None,
-        *,
-        streaming: bool,
+        kind: RequestOutputKind,
     ) -> RequestState:
         """Begins a request, which goes to a core now; without ``params`` it has the model's defaults.
 
-        ``adapter``: what ``options`` name. If ``streaming``, there is an output after each step, else one at the end.
+        ``adapter``: what ``options`` name. ``kind``: see ``OutputProcessor.open``.
 
         Raises:
             InvalidRequestError: its id is in use, or as ``InputProcessor.process``; nothing is changed.
@@ -114,4 +113,4 @@ class FrontEnd:
             check_sendable(request.group)
         if adapter is not None:
             self.adapters.begin(request.group.group_id, adapter)
-        return self.outputs.open(request, streaming=streaming)
+        return self.outputs.open(request, kind)

@@ -14,12 +14,11 @@ from octavo.core.interrupts import HeldInterrupts, holding_interrupts
 from octavo.core.outputs import RequestOutput
 from octavo.core.prompts import Prompt
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options_from_keywords
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.core.stats import SchedulerStats
 from octavo.engine.core import EngineCore
 from octavo.engine.front_end import FrontEnd
 from octavo.engine.model_files import ModelFiles, find_files
-from octavo.engine.output_processor import check_increments
 from octavo.engine.shared_prefixes import SharedPrefix
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.step_meter import StepMeter
@@ -32,7 +31,8 @@ class LLMEngine:
     >>> engine.add_request("a", "The capital of France is", SamplingParams(max_tokens=8))
     >>> while engine.has_unfinished_requests():
     ...     for output in engine.step():
-    ...         print(output.outputs[0].text, end="")
+    ...         if output.finished:
+    ...             print(output.outputs[0].text)
 
     What changes it holds Ctrl-C back until it is done, see ``HeldInterrupts``: the engine can be used after each.
     """
@@ -80,10 +80,11 @@ class LLMEngine:
         streaming: bool = True,
         **keywords: Any,
     ) -> None:
-        """Queues a request. If ``streaming``, each step gives what it adds to it; else its end gives the whole.
+        """Queues a request. If ``streaming``, each step that adds to it gives all of it so far; else its end does.
 
-        Without ``params`` it has the model's defaults (see ``EngineConfig.generation_config``). ``output_kind``
-        FINAL_ONLY of the parameters means the same as ``streaming=False``. ``keywords``: fields of ``RequestOptions``.
+        Without ``params`` it has the model's defaults (see ``EngineConfig.generation_config``). With their
+        ``output_kind`` DELTA each step gives what it adds, with FINAL_ONLY it is as with ``streaming=False``.
+        ``keywords``: fields of ``RequestOptions``.
 
         Raises:
             InvalidRequestError: the request cannot be served; the engine is as before.
@@ -92,16 +93,15 @@ class LLMEngine:
         """
         if self.core.is_sleeping:
             raise EngineStateError("the engine sleeps: wake_up() must come before a request")
-        if streaming:
-            check_increments(params)
         options = options_from_keywords("add_request", keywords, options)
         named = options.lora_request
         adapter = None if named is None else self.adapters.load(named)
-        request = self.front_end.add(request_id, prompt, params, options, adapter, streaming=streaming)
+        kind = RequestOutputKind.CUMULATIVE if streaming else RequestOutputKind.FINAL_ONLY
+        request = self.front_end.add(request_id, prompt, params, options, adapter, kind)
         self.core.scheduler.add(request.source.group)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step: what it added to each streaming request, and other requests as a whole where they end."""
+        """Runs one step: the requests that it added to, each with all of its output so far; see ``add_request``."""
         with HeldInterrupts():
             if self.core.scheduler.has_work:
                 self._not_returned += self._step()
@@ -224,7 +224,7 @@ class LLMEngine:
 
     def _compute_prefix(self, prefix: SharedPrefix, interrupts: HeldInterrupts) -> None:
         request = self.front_end.prefixes.request(prefix)
-        self.front_end.outputs.open(request, streaming=False)
+        self.front_end.outputs.open(request, RequestOutputKind.FINAL_ONLY)
         self.core.scheduler.add(request.group)
         outputs: list[RequestOutput] = []
         try:

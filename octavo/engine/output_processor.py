@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.engine_outputs import AdmissionStats, DraftStats, EngineCoreOutputs, GroupOutput, SequenceOutput
-from octavo.core.errors import InvalidRequestError
 from octavo.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from octavo.core.plan import PositionLogprobs, SequenceResult
 from octavo.core.request import Generate, SequenceStatus
@@ -50,12 +49,14 @@ class RequestState:
     #: How its completions are shown.
     params: SamplingParams
     metrics: RequestMetrics
-    streaming: bool
+    kind: RequestOutputKind
     completions: list[_Completion] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     #: What is in ``metrics`` from the next ``take`` on: drafts so far, and when the last token came.
     drafts: DraftStats | None = None
     last_token_time: float | None = None
+    #: All that was taken, of ``CUMULATIVE``.
+    _taken: RequestOutput | None = None
 
     @property
     def request_id(self) -> str:
@@ -68,6 +69,11 @@ class RequestState:
         return self.source.group.group_id
 
     @property
+    def streaming(self) -> bool:
+        """Whether it has an output after each step."""
+        return self.kind is not RequestOutputKind.FINAL_ONLY
+
+    @property
     def finished(self) -> bool:
         """Whether all of its completions have ended."""
         return all(c.finished for c in self.completions)
@@ -78,10 +84,18 @@ class RequestState:
         return sum(len(c.output.token_ids) for c in self.completions)
 
     def take(self) -> RequestOutput:
-        """What is new since the last call. The first time that is all there is, so one call at the end gives the whole.
+        """All of the output so far, of ``CUMULATIVE``; else what is new since the last call.
 
-        Costs nothing for what was taken before.
+        The first time that is all there is, so one call at the end gives the whole.
         """
+        if self.kind is not RequestOutputKind.CUMULATIVE:
+            return self._take_new()
+        new = self._take_new()
+        self._taken = new if self._taken is None else self._taken + new
+        return self._taken
+
+    def _take_new(self) -> RequestOutput:
+        """Costs nothing for what was taken before."""
         finished, prompt_token_ids = self.finished, self.source.prompt_token_ids
         outputs = [c.take() for c in self.completions]
         if (drafts := self.drafts) is not None:
@@ -126,21 +140,19 @@ class OutputProcessor:
         """Requests that have not ended."""
         return len(self._requests)
 
-    def open(self, source: ProcessedRequest, *, streaming: bool) -> RequestState:
-        """Begins a request; a streaming one has an output after each step, another at its end only.
+    def open(self, source: ProcessedRequest, kind: RequestOutputKind) -> RequestState:
+        """Begins a request; it has an output after each step, or at its end only (``FINAL_ONLY``).
 
-        Beam search and ``best_of`` have nothing to show before their end.
+        Its parameters may name another kind than ``kind``, but for that. Beam search and ``best_of`` have nothing to
+        show before their end.
         """
         task, params = source.group.task, source.params
         if isinstance(params, BeamSearchParams):  # its hypotheses are shown as completions
             params = SamplingParams(n=params.beam_width, skip_special_tokens=params.skip_special_tokens)
-        streaming = (
-            streaming
-            and isinstance(task, Generate)
-            and params.num_sequences == params.n
-            and params.output_kind is not RequestOutputKind.FINAL_ONLY
-        )
-        request = RequestState(source, params, RequestMetrics(source.group.arrival_time), streaming)
+        if kind is not RequestOutputKind.FINAL_ONLY:
+            shows = isinstance(task, Generate) and params.num_sequences == params.n
+            kind = (params.output_kind or kind) if shows else RequestOutputKind.FINAL_ONLY
+        request = RequestState(source, params, RequestMetrics(source.group.arrival_time), kind)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         for index in range(params.num_sequences):
@@ -150,7 +162,7 @@ class OutputProcessor:
             if isinstance(task, Generate) and task.params.logprobs is not None:
                 output.cumulative_logprob = 0.0
             completion = _Completion(output)
-            if params.detokenize and (params.stop or streaming):
+            if params.detokenize and (params.stop or request.streaming):
                 completion.detokenizer = self._detokenizer(source, params)
             request.completions.append(completion)
         self._requests[request.request_id] = request
@@ -215,7 +227,7 @@ class OutputProcessor:
 
     def reopen(self, request: RequestState) -> RequestState:
         """Begins an open request anew, as if nothing of it had been computed."""
-        return self.open(request.source, streaming=request.streaming)
+        return self.open(request.source, request.kind)
 
     def discard(self, request: RequestState) -> None:
         """Closes a request as it is; output not yet taken stays in it."""
@@ -305,19 +317,6 @@ class OutputProcessor:
         for rank, (token, logprob) in enumerate(zip(position.top_ids, position.top_logprobs, strict=True), start=1):
             logprobs.setdefault(token, Logprob(logprob, rank, text(token)))
         return logprobs
-
-
-def check_increments(params: SamplingParams | BeamSearchParams | None) -> None:
-    """Refuses an ``output_kind`` that is not what a stream of increments gives.
-
-    Raises:
-        InvalidRequestError: it is CUMULATIVE.
-    """
-    if isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.CUMULATIVE:
-        raise InvalidRequestError(
-            "output_kind must be DELTA or FINAL_ONLY here, not CUMULATIVE: outputs are increments, which + joins; "
-            "AsyncLLM.generate gives all so far"
-        )
 
 
 def _with_admission(metrics: RequestMetrics, admission: AdmissionStats, num_virtual_tokens: int) -> RequestMetrics:

@@ -148,11 +148,19 @@ WORKING = [
     """,
     """
     engine = llm.llm_engine
-    engine.add_request("0", "x", SamplingParams(max_tokens=4, ignore_eos=True))
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            last = output
-    assert last.finished
+    whole = llm.generate("x", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1))[0].outputs[0]
+    for kind in (None, RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA):
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1, output_kind=kind)
+        engine.add_request("0", "x", params)
+        seen = []
+        while engine.has_unfinished_requests():
+            seen += [output.outputs[0] for output in engine.step()]
+        if kind is RequestOutputKind.DELTA:
+            assert [len(part.token_ids) for part in seen] == [1] * 4
+            assert "".join(part.text for part in seen) == whole.text
+        else:
+            assert [len(part.token_ids) for part in seen] == [1, 2, 3, 4]
+            assert seen[-1] == whole and all(seen[-1].text.startswith(part.text) for part in seen)
     """,
     """
     engine = llm.llm_engine
@@ -204,7 +212,6 @@ REFUSED = [
     ("SamplingParams(spaces_between_special_tokens=False)", "spaces_between_special_tokens must be True"),
     ("SamplingParams(truncate_prompt_tokens=0)", "truncate_prompt_tokens"),
     ("SamplingParams(output_kind='delta')", "output_kind must be"),
-    ("llm.llm_engine.add_request('0', 'x', SamplingParams(output_kind=RequestOutputKind.CUMULATIVE))", "increments"),
     ("BeamSearchParams(beam_width=2, temperature=0.7)", "temperature must be 0"),
     ("llm.get_tokenizer().apply_chat_template([{'role': 'user', 'content': 'x'}], tokenize=True)", "encode_chat"),
     *[(f"llm.{name}('x')", f"{name}.*generates text") for name in ("encode", "embed", "classify", "score", "reward")],

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
-from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo import LLM, BeamSearchParams, RequestOutputKind, SamplingParams
 from tests.busy_machine import eventually
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -115,7 +116,7 @@ def test_an_interrupted_step_returns_its_outputs_later(tiny_model: Path, monkeyp
     llm = load(tiny_model)
     [right] = llm.generate(["abc"], GREEDY, use_tqdm=False)
     engine, tokens = llm.llm_engine, []
-    engine.add_request("a", "abc", GREEDY)
+    engine.add_request("a", "abc", msgspec.structs.replace(GREEDY, output_kind=RequestOutputKind.DELTA))
     for step in range(100):
         interrupt_in(monkeypatch, engine.core.scheduler, "update")
         with pytest.raises(KeyboardInterrupt):

@@ -10,7 +10,7 @@ from octavo.core.engine_outputs import EngineCoreOutputs, SequenceOutput
 from octavo.core.outputs import RequestOutput
 from octavo.core.plan import PositionLogprobs, SequenceResult
 from octavo.core.request import EngineCoreRequest, Generate
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.input_processor import ProcessedRequest
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.tokenizer import load_tokenizer
@@ -24,7 +24,8 @@ def opened(params: SamplingParams, *, streaming: bool = True) -> tuple[OutputPro
     processor = OutputProcessor(load_tokenizer(resolve_model("smollm2-135m")))
     group = EngineCoreRequest(group_id=0, prompt_token_ids=PROMPT, task=Generate(params, 0))
     source = ProcessedRequest("a", None, PROMPT, params, group)
-    return processor, processor.open(source, streaming=streaming)
+    kind = RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY
+    return processor, processor.open(source, kind)
 
 
 def position(token: int) -> PositionLogprobs:
