@@ -61,6 +61,7 @@ format: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed
 	@$(BIN)/python scripts/gen_options.py
+	@$(BIN)/python scripts/gen_fields.py
 
 gpu-test:
 	@PYTHON=$(PYTHON) scripts/gpu_test.sh $(ARGS)

@@ -92,9 +92,9 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert (ROOT / "octavo" / "py.typed").exists()
 
 
-def test_the_options_page_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
-    assert page == script("gen_options").render(), "run make docs"
+@pytest.mark.parametrize(("page", "maker"), [("options.md", "gen_options"), ("request-fields.md", "gen_fields")])
+def test_a_page_that_is_made_from_the_code_is_up_to_date(page: str, maker: str) -> None:
+    assert (ROOT / "docs" / page).read_text(encoding="utf-8") == script(maker).render(), "run make docs"
 
 
 def test_every_sampling_parameter_that_can_be_text_is_documented() -> None:

@@ -155,6 +155,11 @@ class ServerOptions(BaseModel):
         description="What becomes of a request with a field that is unknown here: refused with 400, as OpenAI's API "
         "does, or served without it, and the name is logged once.",
     )
+    unsupported_tools: Literal["ignore", "refuse"] = Field(
+        "ignore",
+        description="What becomes of a tool in a request that only another service could run, such as a search of the "
+        "web: left out, and its type is logged once, or the request is refused with 400.",
+    )
     trust_request_chat_template: bool = Field(
         False,
         description="Let requests bring a chat template of their own (chat_template); it runs in a process with limits "

@@ -79,6 +79,11 @@ def anthropic_error(error: ApiError) -> bytes:
     return json.dumps(body).encode()
 
 
+def wrong(where: str, message: str) -> ApiError:
+    """The error for a value at a place such as ``input[0].content``, whose first part is the field's name."""
+    return ApiError(400, f"{where}: {message}", param=re.split(r"[.[]", where, maxsplit=1)[0], code="invalid_value")
+
+
 def unsupported(param: str, message: str) -> ApiError:
     """The error for a parameter that this server does not support."""
     return ApiError(400, message, param=param, code="unsupported_parameter")
@@ -168,26 +173,10 @@ def _adapter_error(error: AdapterError) -> ApiError:
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong, with the name of its field."""
+    """A parameter of the query that is wrong, or a body that is not read as JSON."""
     first: dict[str, Any] = dict(error.errors()[0])
-    where = [str(part) for part in first["loc"] if part not in ("body", "query")]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "")
-        return ApiError(400, f"the body is not valid JSON: {reason} at character {where[0]}", code="invalid_json")
-    if not where:
-        return ApiError(
-            400, "the body must be a JSON object, sent with Content-Type: application/json", code="invalid_json"
-        )
-    message = str(first["msg"]).removeprefix("Value error, ")
-    return ApiError(400, f"{_place(where)}: {message}", param=where[0], code="invalid_value")
-
-
-def _place(where: list[str]) -> str:
-    """``messages[0].role``, without the names that pydantic gives to the members of a union."""
-    place = where[0]
-    for part in where[1:]:
-        if part.isdigit():
-            place += f"[{part}]"
-        elif re.fullmatch(r"[a-z_]+", part) and part not in ("str", "int", "float", "bool", "list", "dict"):
-            place += f".{part}"
-    return place
+    where = [str(part) for part in first["loc"]]
+    if where[0] == "body":
+        message = "the body must be a JSON object, sent with Content-Type: application/json"
+        return ApiError(400, message, code="invalid_json")
+    return ApiError(400, f"{where[-1]}: {first['msg']}", param=where[-1], code="invalid_value")

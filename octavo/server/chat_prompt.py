@@ -10,7 +10,8 @@ from octavo.engine.tool_messages import HERMES, CallFormat
 from octavo.server.api_errors import unsupported
 from octavo.server.chat_formats import visible_tokens
 from octavo.server.formats import read_form
-from octavo.server.prompt_fields import THINKING_VARIABLES, render_chat
+from octavo.server.message_fields import THINKING_VARIABLES
+from octavo.server.prompt_fields import render_chat
 from octavo.server.protocol import ChatCompletionRequest
 from octavo.server.reasoning_parsers.reasoning_parser import ReasoningParser, Thinking
 from octavo.server.request_template import RequestTemplate, choose

@@ -37,9 +37,8 @@ from octavo.server.chat_forms import answer_form, blame_tool
 from octavo.server.chat_output import ChatEvent, ReasoningDelta, ToolCallStart
 from octavo.server.chat_parser import ChatParser
 from octavo.server.chat_prompt import ChatPrompt, make_chat_prompt
-from octavo.server.generation import Generation, check_fields, make_generation
+from octavo.server.generation import Generation, make_generation
 from octavo.server.large_bodies import beside_loop
-from octavo.server.message_fields import check_tools
 from octavo.server.prompt_fields import TokenizedPrompt, encode, read_prediction
 from octavo.server.protocol import ChatCompletionRequest
 from octavo.server.reasoning_parsers.reasoning_parser import ReasoningParser, Thinking
@@ -155,9 +154,7 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
         ApiError, InvalidRequestError: it cannot be served; the message names the field.
     """
     model = await service.model(body.model)
-    check_fields(service, body)
     top = _top_logprobs(body)
-    check_tools(service, body.tools or [])
     tools = await beside_loop(request, read_tools, body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await make_chat_prompt(service, request, body, tools)
     # The chat template adds the special tokens itself.

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.sampling_params import DEFAULT_MAX_TOKENS
-from octavo.server.generation import Generation, check_fields, make_generation
+from octavo.server.generation import Generation, make_generation
 from octavo.server.logprobs import LogprobsTracker, make_completion_logprobs, make_prompt_logprobs, prompt_tokens
 from octavo.server.pending_response import PendingResponse
 from octavo.server.prompt_fields import TokenizedPrompt, read_prompts
@@ -27,7 +27,6 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     service = service_of(request)
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
     model = await service.model(body.model)
-    check_fields(service, body)
     prompts = await read_prompts(service, body)
     if body.suffix and not body.ignore_eos and (gap := service.llm.tokenizer.fill_in_middle) is not None:
         body.stop_token_ids = [*(body.stop_token_ids or []), *gap.ends]

@@ -21,7 +21,6 @@ from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.server.api_errors import ApiError, unsupported
 from octavo.server.cancellation import cancel_tasks
-from octavo.server.fields import refuse_unknown, refuse_unsupported
 from octavo.server.formats import form_error, renamed
 from octavo.server.logging import log_fields, log_prompt
 from octavo.server.logprobs import LogprobsTracker, TextLogprobs
@@ -213,18 +212,6 @@ class Generation:
                 raise ApiError(500, "the engine failed on this request", kind="server_error", code="engine_error")
 
 
-def check_fields(service: Service, body: GenerationRequest) -> None:
-    """Refuses unsupported and unknown fields.
-
-    Raises:
-        ApiError: 400, with the name of the field.
-    """
-    refuse_unsupported(body)
-    refuse_unknown(service, body)
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options is allowed only with stream=true", param="stream_options")
-
-
 def make_generation(
     service: Service,
     request: Request,
@@ -247,6 +234,8 @@ def make_generation(
     Raises:
         InvalidRequestError, ApiError: a parameter is out of range or not supported.
     """
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options is allowed only with stream=true", param="stream_options")
     _check_size(service, body, len(prompts), logprobs, prompt_logprobs)
     prompts = _fitted(service, body, prompts, max_tokens)
     if service.options.log_prompts:

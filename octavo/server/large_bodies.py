@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any, TypeVar
 
-from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.api_errors import ApiError
-from octavo.server.service import service_of
+from octavo.server.request_models import read_model
+from octavo.server.service import Service, service_of
 
 T = TypeVar("T")
 
@@ -36,13 +36,18 @@ MAX_ENTRIES = 1 << 19
 _reader = ThreadPoolExecutor(1, thread_name_prefix="octavo-bodies")
 
 
-class LargeRequest(Request):
-    """A request whose large body has been read; FastAPI gets it as a valid model."""
+class ReadRequest(Request):
+    """A request whose body has been read; FastAPI gets it as a valid model."""
 
     def __init__(self, request: Request, body: bytes, parsed: BaseModel) -> None:
         super().__init__(request.scope, request.receive)
         self._body = body
         self._parsed = parsed
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the body is."""
+        return len(self._body) >= LARGE
 
     async def json(self) -> BaseModel:
         """The body as the model of its route."""
@@ -50,30 +55,34 @@ class LargeRequest(Request):
 
 
 class BodyRoute(APIRoute):
-    """A route whose large bodies are read by ``read_large``, and small ones by FastAPI, with the same answers."""
+    """A route whose bodies are read by ``read_body``: large ones beside the event loop."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See ``APIRoute``."""
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
-        kind = self.body_field.field_info.annotation
+        kind: Any = self.body_field.field_info.annotation
 
         async def read_and_handle(request: Request) -> Response:
             body = await request.body()
             # FastAPI refuses what is not declared as JSON, without looking into it.
-            if len(body) < LARGE or "json" not in request.headers.get("content-type", ""):
+            if "json" not in request.headers.get("content-type", ""):
                 return await handle(request)
-            max_entries = max(MAX_ENTRIES, 2 * service_of(request).llm.max_model_len)
-            parsed = await _in_thread(read_large, kind, body, max_entries)
-            return await handle(LargeRequest(request, body, parsed))
+            service = service_of(request)
+            if len(body) < LARGE:
+                parsed = read_body(kind, body, service)
+            else:
+                parsed = await _in_thread(read_large, kind, body, service)
+            return await handle(ReadRequest(request, body, parsed))
 
         return read_and_handle
 
 
 async def beside_loop(request: Request, call: Callable[..., T], *args: Any) -> T:
     """The result of a call whose time grows with the request's body: if that is large, it is made in another thread."""
-    return await _in_thread(_then_rest, call, *args) if isinstance(request, LargeRequest) else call(*args)
+    is_large = isinstance(request, ReadRequest) and request.is_large
+    return await _in_thread(_then_rest, call, *args) if is_large else call(*args)
 
 
 async def _in_thread(call: Callable[..., T], *args: Any) -> T:
@@ -89,27 +98,32 @@ def _then_rest(call: Callable[..., T], *args: Any) -> T:
         time.sleep(time.perf_counter() - begun)
 
 
-def read_large(kind: type[BaseModel], body: bytes, max_entries: int = MAX_ENTRIES) -> BaseModel:
+def read_large(kind: type[BaseModel], body: bytes, service: Service) -> BaseModel:
+    """As ``read_body``; what is in the body is counted first.
+
+    Raises:
+        ApiError: 400, there is too much in it; or as ``read_body``.
+    """
+    _then_rest(check_size, body, max(MAX_ENTRIES, 2 * service.llm.max_model_len))
+    return _then_rest(read_body, kind, body, service)
+
+
+def read_body(kind: type[BaseModel], body: bytes, service: Service) -> BaseModel:
     """The body of a request as a model.
 
     Raises:
-        ApiError: 400, there is too much in it.
-        RequestValidationError: it is no JSON, or not valid.
+        ApiError: 400, it is no JSON, not valid, or has a field that the route does not know.
     """
-    _then_rest(check_size, body, max_entries)
     try:
-        return _then_rest(kind.model_validate, _then_rest(json.loads, body.decode("utf-8", "surrogatepass")))
-    except ValidationError as e:
-        raise RequestValidationError(
-            [{**error, "loc": ("body", *error["loc"])} for error in e.errors(include_url=False, include_input=False)]
-        ) from None
+        # Of a large body the values were counted as UTF-8; JSON in other encodings is told by its first bytes.
+        value = json.loads(body if len(body) < LARGE else body.decode("utf-8", "surrogatepass"))
     except json.JSONDecodeError as e:
-        raise RequestValidationError(
-            [{"type": "json_invalid", "loc": ("body", e.pos), "ctx": {"error": e.msg}}]
-        ) from None
-    except (UnicodeDecodeError, RecursionError) as e:
-        reason = "it is nested too deeply" if isinstance(e, RecursionError) else "it is not in UTF-8"
+        raise ApiError(400, f"the body is not valid JSON: {e.msg} at character {e.pos}", code="invalid_json") from None
+    except (ValueError, RecursionError) as e:
+        of_kind = {RecursionError: "it is nested too deeply", UnicodeDecodeError: "it is not in UTF-8"}
+        reason = of_kind.get(type(e), "a number has too many digits")
         raise ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json") from None
+    return read_model(kind, value, service)
 
 
 def check_size(body: bytes, max_entries: int = MAX_ENTRIES) -> None:

@@ -1,4 +1,4 @@
-"""Fields of messages: what the chat template does not read is refused, not lost unsaid."""
+"""What a chat template has to read: roles, further fields of messages and variables are not lost unsaid."""
 
 from __future__ import annotations
 
@@ -6,86 +6,57 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from octavo.server.api_errors import ApiError, unsupported
-from octavo.server.protocol_tools import Tool
+from octavo.server.protocol import ChatMessage
 from octavo.server.service import Service
 
-Messages = Sequence[Mapping[str, Any]]
-
-#: Accepted with any value, as a template that does not read them loses nothing: calls, which become text then, their
-#: ids, whose order says the same, sources of a web search, marks for caches, and reasoning, which later turns do not
-#: repeat.
-_HARMLESS = frozenset(
-    {"role", "content", "tool_calls", "tool_call_id", "annotations", "cache_control", "reasoning", "reasoning_content"}
-)
-#: The same for fields of a part of a message's content.
-_HARMLESS_IN_PARTS = frozenset({"type", "text", "annotations", "cache_control", "prompt_cache_breakpoint"})
-#: Known fields that would change the answer; refused even where unknown fields are ignored.
-_CHANGES = {
-    "audio": "the model reads text only",
-    "function_call": "tool_calls has taken its place",
-    "prefix": "continue_final_message continues the last message",
-    "partial": "continue_final_message continues the last message",
-    "refusal": "write it as the content",
-}
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+#: Variables by which templates turn reasoning on and off.
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+#: Variables that are hints: a model that has no reasoning cannot think more or less.
+_HINTS = frozenset({*THINKING_VARIABLES, "reasoning_effort"})
 
 
-def check_parts(service: Service, messages: Messages) -> None:
-    """Refuses parts of contents that are no text, and unknown fields of parts.
+def check_roles(messages: Sequence[ChatMessage], template: str) -> None:
+    """Refuses roles that neither the API knows nor the template names, which templates write as they are.
 
     Raises:
-        ApiError: 400, naming the message, the part and the field.
+        ApiError: 400, naming the message and the role.
     """
     for i, message in enumerate(messages):
-        parts = message.get("content")
-        for k, part in enumerate(parts if isinstance(parts, list) else ()):
-            where = f"messages[{i}].content[{k}]"
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind is None:
-                raise ApiError(400, f"{where} has no type", param="messages", code="invalid_value")
-            if kind != "text":
-                raise unsupported(
-                    "messages", f"{where}: the type {kind!r:.100} is not supported; the model reads 'text'"
-                )
-            if not isinstance(part.get("text"), str):
-                raise ApiError(400, f"{where}.text must be a text", param="messages", code="invalid_value")
-            for name in _given(part, _HARMLESS_IN_PARTS):
-                _refuse(service, f"{where}.{name[:100]}", name)
+        role = message.role
+        if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            known = ", ".join(sorted(_ROLES))
+            message_ = f"messages[{i}].role: {role[:100]!r} is none of {known}, and the chat template does not name it"
+            raise ApiError(400, message_, param="messages", code="invalid_value")
 
 
-def further_fields(messages: Messages) -> list[tuple[int, str]]:
-    """Fields that a template need not read: (index of the message, name)."""
+def further_fields(messages: Sequence[ChatMessage]) -> list[tuple[int, str]]:
+    """Fields with a value that a template need not read: (index of the message, name)."""
     return [
         (i, name)
         for i, message in enumerate(messages)
-        for name in _given(message, _HARMLESS)
-        if name != "name" or message.get("role") != "tool"  # where tool_call_id says the same
+        for name, value in (message.model_extra or {}).items()
+        if value not in (None, "", [], {}, False)
     ]
 
 
 def refuse_unread(service: Service, index: int, name: str) -> None:
-    """Refuses a field of a message that the template does not read.
-
-    With ``unknown_fields: ignore`` unknown ones are logged instead.
+    """Refuses a field of a message that the template does not read; with ``unknown_fields: ignore`` it is logged.
 
     Raises:
         ApiError: 400, naming the message and the field.
     """
-    _refuse(service, f"messages[{index}].{name[:100]}", name)
-
-
-def check_tools(service: Service, tools: Sequence[Tool]) -> None:
-    """Refuses unknown fields of tools; those of functions are written by templates.
-
-    Raises:
-        ApiError: 400, naming the tool and the field.
-    """
-    for i, tool in enumerate(tools):
-        for name in _given(tool.model_extra or {}, frozenset({"cache_control"})):
-            _refuse(service, f"tools[{i}].{name[:100]}", name, "tools")
+    if service.options.unknown_fields == "ignore":
+        service.note_unknown(name)
+        return
+    message = (
+        f"messages[{index}].{name[:100]}: the field is unknown here and the model's chat template does not read it"
+    )
+    raise ApiError(400, message, param="messages", code="unknown_parameter")
 
 
 def check_variables(service: Service, known: Set[str], variables: Mapping[str, Any]) -> None:
-    """Refuses variables that are not among the ``known`` ones, which a template reads.
+    """Refuses variables that are no hints and not among the ``known`` ones, which a template reads.
 
     With ``unknown_fields: ignore`` they are logged instead.
 
@@ -93,7 +64,7 @@ def check_variables(service: Service, known: Set[str], variables: Mapping[str, A
         ApiError: 400, naming the first.
     """
     for name, value in variables.items():
-        if value in (None, []) or name in known:
+        if value in (None, []) or name in known or name in _HINTS:
             continue
         if name == "documents":
             raise unsupported(
@@ -106,16 +77,12 @@ def check_variables(service: Service, known: Set[str], variables: Mapping[str, A
         raise ApiError(400, message, param="chat_template_kwargs", code="unknown_parameter")
 
 
-def _given(values: Mapping[str, Any], harmless: frozenset[str]) -> list[str]:
-    """Further fields with a value."""
-    return [name for name, value in values.items() if name not in harmless and value not in (None, "", [], {}, False)]
+def effort_variables(effort: str, known: Set[str]) -> dict[str, Any]:
+    """The variables, of those that a template reads, that stand for an effort of reasoning.
 
-
-def _refuse(service: Service, where: str, name: str, param: str = "messages") -> None:
-    if (reason := _CHANGES.get(name)) is not None:
-        raise unsupported(param, f"{where} is not supported: {reason}")
-    if service.options.unknown_fields == "ignore":
-        service.note_unknown(name)
-        return
-    message = f"{where}: the field is unknown here and the model's chat template does not read it"
-    raise ApiError(400, message, param=param, code="unknown_parameter")
+    ``none`` turns reasoning off. A level is given to templates that know levels, turns reasoning on in those that can
+    only turn it on and off, and is a hint elsewhere.
+    """
+    if effort != "none" and "reasoning_effort" in known:
+        return {"reasoning_effort": effort}
+    return {name: effort != "none" for name in THINKING_VARIABLES if name in known}

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError
 from octavo.engine.fill_in_middle import no_fill_in_middle
 from octavo.server.api_errors import ApiError, unsupported
-from octavo.server.message_fields import check_parts, check_variables, further_fields, refuse_unread
+from octavo.server.message_fields import (
+    check_roles,
+    check_variables,
+    effort_variables,
+    further_fields,
+    refuse_unread,
+)
 from octavo.server.protocol import ChatMessage, CompletionRequest, Prediction, TemplateOptions
 from octavo.server.request_template import RequestTemplate
 from octavo.server.service import Service
 
 #: Up to this many characters are tokenized in well under a millisecond, and not in a thread.
 _SHORT = 2000
-#: Variables by which templates turn reasoning on and off.
-THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +145,10 @@ async def render_chat(
         InvalidRequestError: the template refuses the messages.
     """
     options = {**_template_options(service, template, body, tools), **variables}
-    plain = [_as_dict(message) for message in messages]
-    if not plain:
+    if not messages:
         raise InvalidRequestError("messages must not be empty")
-    check_parts(service, plain)
+    check_roles(messages, template.text)
+    plain = [_as_dict(message) for message in messages]
     length = sum(len(str(message.get("content"))) + len(str(message.get("tool_calls", ""))) for message in plain)
     length += 0 if tools is None else len(str(tools))
     if length > service.max_prompt_chars:
@@ -154,7 +158,7 @@ async def render_chat(
             param="messages",
             code="context_length_exceeded",
         )
-    fields = further_fields(plain)
+    fields = further_fields(messages)
     text, read = await template.render(plain, fields, options, short=length + 100 * len(plain) < _SHORT)
     for (index, name), is_read in zip(fields, read, strict=True):
         if not is_read:
@@ -188,7 +192,7 @@ def _template_options(
     if variables:
         check_variables(service, template.variables, variables)
     if body.reasoning_effort is not None:
-        variables = {**_effort_variables(body.reasoning_effort, template.variables), **variables}
+        variables = {**effort_variables(body.reasoning_effort, template.variables), **variables}
     return {
         "add_generation_prompt": opens,
         "continue_final_message": continues,
@@ -198,24 +202,13 @@ def _template_options(
     }
 
 
-def _effort_variables(effort: str, known: Set[str]) -> dict[str, Any]:
-    """The variables, of those that a template reads, that stand for ``reasoning_effort``.
-
-    Raises:
-        ApiError: the template has none.
-    """
-    if effort == "none":
-        return {name: False for name in THINKING_VARIABLES if name in known}
-    if "reasoning_effort" not in known:
-        raise unsupported("reasoning_effort", "reasoning_effort is not a variable of the model's chat template")
-    return {"reasoning_effort": effort}
-
-
 def _as_dict(message: ChatMessage) -> dict[str, Any]:
     # model_dump fails on deeply nested values.
-    given = {**message.__dict__, **(message.model_extra or {})}
-    plain = {name: value for name, value in given.items() if value is not None}
-    thought = plain.get("reasoning_content", plain.get("reasoning"))
+    fields = {**message.__dict__, **(message.model_extra or {})}
+    plain = {name: value for name, value in fields.items() if value is not None}
+    if isinstance(message.content, list):
+        plain["content"] = [{"type": "text", "text": part.text} for part in message.content]
+    thought = message.reasoning_content or message.reasoning
     if isinstance(thought, str) and message.role == "assistant":  # templates read it by either name
         plain["reasoning_content"] = plain["reasoning"] = thought
     if message.role == "developer":  # OpenAI's newer name for the role that templates call system

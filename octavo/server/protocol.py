@@ -1,6 +1,6 @@
 """Bodies of requests for text and of the responses: fields of the OpenAI API, and those that other engines add to it.
 
-Fields that are defined here work; what becomes of any other is said in ``fields``. ``null`` means the default.
+Fields without a mark (``field_marks``) are obeyed.
 """
 
 from __future__ import annotations
@@ -9,51 +9,39 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from octavo.server.protocol_base import Int, Name, Phrase, RequestModel, ResponseModel, Seed
+from octavo.server.field_marks import hint, refused
+from octavo.server.foreign_fields import OpenAIFields
+from octavo.server.protocol_base import Int, Name, Phrase, RequestModel, ResponseModel, TextKind
 from octavo.server.protocol_formats import FormFields
 from octavo.server.protocol_tools import Tool, ToolCall, ToolCallDelta, ToolChoice
+from octavo.server.sampling_fields import SamplingFields
 
 
 class StreamOptions(RequestModel):
     """Options of a streamed response."""
-
-    model_config = ConfigDict(extra="forbid")
 
     include_usage: bool | None = Field(None, description="Send a last chunk with the number of tokens used.")
     continuous_usage_stats: bool | None = Field(None, description="Send the tokens used so far with every chunk.")
     include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
 
 
-class GenerationRequest(FormFields):
+class GenerationRequest(SamplingFields, FormFields, OpenAIFields):
     """Fields common to completions and chat completions."""
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
     max_tokens: Int | None = Field(
         None, description="Most tokens to generate; refused if the context has no room for them after the prompt."
     )
-    temperature: float | None = Field(None, description="0 always takes the most likely token (default 1).")
-    top_p: float | None = Field(None, description="Keep the smallest set of tokens that reaches this probability.")
     n: Int | None = Field(None, description="Completions of each prompt (default 1).")
     best_of: Int | None = Field(None, description="Sample so many, return the n likeliest; with beam search its width.")
     stop: Phrase | list[Phrase] | None = Field(None, description="Texts that end the answer; they are not part of it.")
-    seed: Seed | None = Field(None, description="Fixes the random numbers.")
-    presence_penalty: float | None = Field(None, description="Subtracted once from logits of generated tokens.")
-    frequency_penalty: float | None = Field(None, description="Subtracted for each time a token was generated.")
-    logit_bias: dict[str, float] | None = Field(None, description="Token id to what is added to its logit.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
     stream_options: StreamOptions | None = None
     user: Name | None = Field(
         None, description="Whose request it is, for scheduling policies that look at it; the answer is the same."
     )
     # Beyond OpenAI:
-    top_k: Int | None = Field(None, description="Keep this many of the most likely tokens; 0 or -1 is off.")
-    min_p: float | None = Field(None, description="Drop tokens below this share of the likeliest one's probability.")
-    repetition_penalty: float | None = Field(None, description="Divides logits of tokens in prompt or output.")
-    stop_token_ids: list[Int] | None = Field(None, description="Token ids that end the answer.")
     include_stop_str_in_output: bool | None = Field(None, description="Keep the stop text in the answer.")
-    ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token.")
-    min_tokens: Int | None = Field(None, description="No end, not even an ignored one, before this many tokens.")
-    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text (default true).")
     bad_words: list[Phrase] | None = Field(None, description="Words that are never generated.")
     allowed_token_ids: list[Int] | None = Field(None, description="Only these tokens are generated.")
     vllm_xargs: dict[str, Any] | None = Field(
@@ -63,16 +51,10 @@ class GenerationRequest(FormFields):
     use_beam_search: bool | None = Field(None, description="Beam search of width best_of (or n).")
     length_penalty: float | None = Field(None, description="Beam search: above 0 favours long answers (default 1).")
     early_stopping: bool | Literal["never"] | None = Field(None, description="Beam search: when to end.")
-    priority: Int | float | None = Field(
-        None, description="Lower goes first; only 0 under a scheduling policy that does not look at it."
-    )
     ttft_target: float | None = Field(
         None, description="Seconds to the first token that the deadline policy aims at; refused under others."
     )
     tpot_target: float | None = Field(None, description="Seconds between the tokens after it, likewise.")
-    cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
-        None, description="Requests with different salts share no cached prefix."
-    )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
         None, description="Keep this many tokens at the end of a longer prompt; -1: as many as fit with max_tokens."
     )
@@ -94,26 +76,39 @@ class CompletionRequest(GenerationRequest):
         None, description="The text after a gap that the completion fills; for models with tokens for this."
     )
     add_special_tokens: bool | None = Field(None, description="Put the model's own tokens around a text (true).")
-
-
-class ChatMessage(RequestModel):
-    """One message of a conversation."""
-
-    role: Name = Field(description="system, developer, user, assistant or tool, as the model's template knows them.")
-    content: str | list[dict[str, Any]] | None = Field(None, description='Text, or parts {"type": "text", "text": ..}.')
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = Field(None, description="Calls that the assistant made.")
-    tool_call_id: str | None = Field(None, description="Of a tool's message: the call whose result it is.")
-    reasoning_content: str | None = Field(None, description="What the assistant thought; also named reasoning.")
+    max_completion_tokens: Any = refused("on this route its name is max_tokens")
+    top_logprobs: Any = refused("on this route logprobs is their number")
 
 
 class TextPart(RequestModel):
     """A part of a text."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["text"]
+    type: TextKind
     text: str
+    annotations: Any = hint("sources of what an earlier answer says")
+    cache_control: Any = hint("prefixes are cached without marks")
+    prompt_cache_breakpoint: Any = hint("prefixes are cached without marks")
+
+
+class ChatMessage(RequestModel):
+    """One message of a conversation. Further fields, and hints, are for templates that read them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Name = Field(description="system, developer, user, assistant or tool, or what the model's template names.")
+    content: str | list[TextPart] | None = Field(None, description='Text, or parts {"type": "text", "text": ..}.')
+    tool_calls: list[dict[str, Any]] | None = Field(None, description="Calls that the assistant made.")
+    tool_call_id: str | None = Field(None, description="Of a tool's message: the call whose result it is.")
+    reasoning_content: str | None = Field(None, description="What the assistant thought; also named reasoning.")
+    reasoning: Any = Field(None, description="The same under its other name.")
+    name: Any = hint("only some templates have a place for it")
+    annotations: Any = hint("sources of what an earlier answer says")
+    cache_control: Any = hint("prefixes are cached without marks")
+    audio: Any = refused("the model reads text only", {})
+    function_call: Any = refused("tool_calls has taken its place", {})
+    prefix: Any = refused("continue_final_message continues the last message", False)
+    partial: Any = refused("continue_final_message continues the last message", False)
+    refusal: Any = refused("write it as the content", "")
 
 
 class TemplateOptions(RequestModel):
@@ -136,8 +131,6 @@ class TemplateOptions(RequestModel):
 
 class Prediction(RequestModel):
     """What an answer is likely to be."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["content"]
     content: str | list[TextPart] = Field(description="A text, or its parts.")
@@ -166,6 +159,8 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
     reasoning_format: Literal["none", "auto", "deepseek"] | None = Field(
         None, description="none: reasoning stays in the content."
     )
+    suffix: Any = refused("gaps are filled by /v1/completions", "")
+    echo: Any = refused("the prompt is not repeated in a chat", False)
 
 
 # Responses ----------------------------------------------------------------------------------------------------------

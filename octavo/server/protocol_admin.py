@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from octavo.server.protocol import ChatMessage, TemplateOptions
 from octavo.server.protocol_base import Int, Name, RequestModel, ResponseModel
@@ -75,8 +75,6 @@ class Sleeping(ResponseModel):
 class LoadAdapterRequest(RequestModel):
     """Body of ``/v1/load_lora_adapter``."""
 
-    model_config = ConfigDict(extra="forbid")
-
     lora_name: Name = Field(description="What requests will call it, as their model.")
     lora_path: Annotated[str, Field(max_length=4096)] = Field(
         description="Its folder or GGUF file, within the server's lora_folder; relative to that, or absolute."
@@ -87,8 +85,6 @@ class LoadAdapterRequest(RequestModel):
 
 class UnloadAdapterRequest(RequestModel):
     """Body of ``/v1/unload_lora_adapter``."""
-
-    model_config = ConfigDict(extra="forbid")
 
     lora_name: Name = Field(description="Its name.")
     lora_int_id: Int | None = Field(None, description="Accepted, without effect.")

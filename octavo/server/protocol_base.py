@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from octavo.server.field_marks import REFUSED
 
 #: Integers that the engine's messages can hold; the engine checks ranges.
 Int = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
@@ -14,10 +17,24 @@ Name = Annotated[str, Field(max_length=512)]
 Phrase = Annotated[str, Field(max_length=256)]
 
 
-class RequestModel(BaseModel):
-    """A request body; strict: "5" is not a number and true is not 1."""
+def _is_text(kind: str) -> str:
+    if kind not in ("text", "input_text", "output_text"):
+        raise PydanticCustomError(REFUSED, ": the model reads text, not {kind}", {"kind": repr(kind[:100])})
+    return kind
 
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+#: The type of a part of a content, which is a text in the words of some API.
+TextKind = Annotated[str, AfterValidator(_is_text)]
+
+
+class RequestModel(BaseModel):
+    """A request body or a part of one; strict: "5" is not a number and true is not 1.
+
+    Null stands for the default. What a field does that is not obeyed says its mark (``field_marks``); others than those
+    of the model are refused.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
 
 class ResponseModel(BaseModel):

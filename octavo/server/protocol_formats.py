@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from octavo.server.protocol_base import Name, RequestModel
 
 
 class JsonSchemaFormat(RequestModel):
     """``response_format.json_schema``."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: Name | None = Field(None, description="Accepted, without effect.")
     description: str | None = Field(None, description="Accepted, without effect.")
@@ -22,8 +20,6 @@ class JsonSchemaFormat(RequestModel):
 
 class ResponseFormat(RequestModel):
     """``response_format``."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"] = Field(
         description="Free text, any JSON object, JSON of a schema, or text with tags."

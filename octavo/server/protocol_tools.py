@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
+from octavo.server.field_marks import hint
 from octavo.server.protocol_base import RequestModel, ResponseModel
 
 
 class FunctionDefinition(RequestModel):
-    """A function that the model may call."""
+    """A function that the model may call. Further fields are for templates that read them."""
+
+    model_config = ConfigDict(extra="allow")
 
     name: str = Field(description="1 to 64 letters, digits, _ and -.")
     description: str | None = Field(None, description="What it does, for the model.")
@@ -23,6 +26,7 @@ class Tool(RequestModel):
 
     type: str
     function: FunctionDefinition
+    cache_control: Any = hint("prefixes are cached without marks")
 
 
 class FunctionName(RequestModel):

@@ -6,9 +6,6 @@ import re
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
-
 from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.server.api_errors import ApiError, as_api_error
 from octavo.server.chat_request import Chat, ChoiceEvents
@@ -16,7 +13,7 @@ from octavo.server.chat_request import Chat, ChoiceEvents
 
 @contextmanager
 def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Tells errors about a chat, and about a body that is none, under a route's names of the fields.
+    """Tells errors about a chat under a route's names of the fields.
 
     Args:
         names: fields of a chat to those of the route.
@@ -28,8 +25,6 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except (ApiError, InvalidRequestError, TokenizerError) as e:
         raise _renamed(as_api_error(e), names) from None
-    except ValidationError as e:
-        raise _renamed(as_api_error(RequestValidationError(e.errors())), names) from None
 
 
 async def renamed_outputs(chat: Chat, names: Mapping[str, str]) -> AsyncGenerator[ChoiceEvents, None]:

@@ -1,4 +1,4 @@
-"""Fields of sampling that the routes of other APIs than OpenAI's completions take as chats do."""
+"""Fields of sampling that every route that generates takes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from octavo.server.field_marks import refused
 from octavo.server.protocol_base import Int, RequestModel, Seed
 
 
 class SamplingFields(RequestModel):
-    """How the answer is sampled; names and meanings are those of ``/v1/chat/completions``."""
+    """How the answer is sampled."""
 
     temperature: float | None = Field(None, description="0 always takes the most likely token (default 1).")
     top_p: float | None = Field(None, description="Keep the smallest set of tokens that reaches this probability.")
@@ -25,8 +26,10 @@ class SamplingFields(RequestModel):
     ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token.")
     min_tokens: Int | None = Field(None, description="No end, not even an ignored one, before this many tokens.")
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text (default true).")
-    priority: Int | float | None = Field(None, description="Lower goes first, under policies that look at it.")
+    priority: Int | float | None = Field(
+        None, description="Lower goes first; only 0 under a scheduling policy that does not look at it."
+    )
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="Requests with different salts share no cached prefix."
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
+    thinking_token_budget: Any = refused("max_tokens limits reasoning and answer together")

@@ -25,8 +25,8 @@ from octavo.server.queue_limit import QueueLimit
 from octavo.server.responses.store import ResponseStore
 from octavo.server.tracing import Tracer
 
-#: Most unknown fields that are logged, as clients can send any number.
-MAX_UNKNOWN_FIELDS = 100
+#: Most notes on what requests bring that are logged, as clients can send any number of unknown fields.
+MAX_NOTES = 100
 
 logger = logging.getLogger("octavo.server")
 
@@ -58,10 +58,10 @@ class Service:
     resolver: AdapterResolver | None = None
     #: Seconds since 1970.
     created: int = field(default_factory=lambda: int(time.time()))
-    #: Unknown fields of requests that were logged.
-    unknown_fields: set[str] = field(default_factory=set)
     #: Set during shutdown: open requests may finish, new ones are refused.
     closing: bool = False
+    #: Notes on what requests bring that were logged.
+    _logged: set[str] = field(default_factory=set)
     #: By name: held while an adapter is looked for.
     _resolving: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
@@ -148,11 +148,25 @@ class Service:
         limit: int | None = self.llm.inputs.default_sampling.get("max_tokens", otherwise)
         return limit
 
+    def leave_out_tool(self, where: str, kind: str) -> None:
+        """Leaves a tool out that only another service could run: it is logged, each kind once.
+
+        Raises:
+            ApiError: 400, with ``unsupported_tools: refuse``.
+        """
+        if self.options.unsupported_tools == "refuse":
+            message = f"{where} is not supported: its type is {kind[:100]!r}; only tools of the client can be used"
+            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+        self._log_once(f"requests offer tools that this server cannot run, which are left out: type {kind[:100]!r}")
+
     def note_unknown(self, name: str) -> None:
         """Logs a field that is ignored, each name once."""
-        if name not in self.unknown_fields and len(self.unknown_fields) < MAX_UNKNOWN_FIELDS:
-            self.unknown_fields.add(name)
-            logger.info("requests bring a field that is unknown here and ignored: %.100r", name)
+        self._log_once(f"requests bring a field that is unknown here and ignored: {name[:100]!r}")
+
+    def _log_once(self, message: str) -> None:
+        if message not in self._logged and len(self._logged) < MAX_NOTES:
+            self._logged.add(message)
+            logger.warning("%s", message)
 
 
 def make_service(

@@ -8,7 +8,6 @@ from starlette.responses import Response
 from octavo.engine.text_stream import TextStream
 from octavo.engine.tokenizer import Tokenizer
 from octavo.server.api_errors import ApiError
-from octavo.server.fields import refuse_unsupported
 from octavo.server.large_bodies import beside_loop
 from octavo.server.prompt_fields import encode, render_chat
 from octavo.server.protocol_admin import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
@@ -24,7 +23,6 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Token ids of a text, or of a conversation as the model's template writes it."""
     service = service_of(request)
     await service.model(body.model)
-    refuse_unsupported(body)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give exactly one of prompt and messages", param="prompt")
     limit = service.llm.max_model_len

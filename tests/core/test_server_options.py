@@ -26,6 +26,7 @@ TEXTS = {
     "log_requests": "false",
     "log_prompts": "true",
     "unknown_fields": "ignore",
+    "unsupported_tools": "refuse",
     "trust_request_chat_template": "1",
     "tool_call_parser": "hermes",
     "reasoning_parser": "qwen3",

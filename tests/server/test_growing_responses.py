@@ -35,7 +35,7 @@ from octavo.server.messages.message_protocol import MessageObject, MessageUsage
 from octavo.server.messages.message_protocol import MessageTokensDetails as ThinkingDetails
 from octavo.server.reasoning_parsers import Think
 from octavo.server.reasoning_parsers.reasoning_parser import Thinking
-from octavo.server.responses.items import messages_of
+from octavo.server.responses.items import ITEMS, messages_of
 from octavo.server.responses.response_events import GrowingResponse
 from octavo.server.responses.response_protocol import (
     InputTokensDetails,
@@ -94,7 +94,8 @@ def begun() -> GrowingResponse:
             output=[], parallel_tool_calls=True, previous_response_id=None, reasoning={}, store=True, temperature=1.0,
             text={"format": {"type": "text"}}, tool_choice="auto", tools=[], top_logprobs=0, top_p=1.0,
             truncation="disabled", usage=None, user=None,
-        )
+        ),
+        {},
     )  # fmt: skip
 
 
@@ -163,7 +164,7 @@ def test_the_events_of_a_response_add_up_to_it(steps: list[list[ChatEvent]], is_
     assert [(c["call_id"], c["name"], c["arguments"]) for c in calls] == [
         (c.id, c.name, c.arguments) for c in parts.tool_calls
     ]
-    messages = messages_of(json.loads(json.dumps(response["output"])), [])
+    messages = messages_of(ITEMS.validate_json(json.dumps(response["output"])), [])
     assert all(message["role"] == "assistant" for message in messages)
     assert "".join(message["content"] or "" for message in messages) == (parts.content or "")
     assert [call["id"] for message in messages for call in message.get("tool_calls", [])] == [
@@ -184,7 +185,7 @@ def test_reasoning_a_text_and_calls_in_a_row_are_one_message() -> None:
     growing.add(steps)
     growing.end(USAGE, is_whole=True)
     outputs = [{"type": "function_call_output", "call_id": call, "output": "1"} for call in ("a", "b")]
-    [message, *results] = messages_of([*growing.response.model_dump()["output"], *outputs], [])
+    [message, *results] = messages_of(ITEMS.validate_python([*growing.response.model_dump()["output"], *outputs]), [])
     assert (message["role"], message["content"], message["reasoning_content"]) == ("assistant", "so", "hm")
     assert [call["function"] for call in message["tool_calls"]] == [
         {"name": "f", "arguments": "{}"},
@@ -258,6 +259,7 @@ def grown(
     entry = {"logprob": -1.0, "rank": 1, "decoded_token": None}
     growing = GrowingResponse(
         begun().response,
+        {},
         logprobs := TextLogprobs(tokenizer, [], skip_special_tokens=True),
         lambda tokens: make_chat_logprobs(tokenizer, tokens, 0).content,
     )

@@ -78,7 +78,9 @@ def answers(*bodies: bytes | dict[str, Any], content_type: str = "application/js
     """What a route of a ``Body`` answers."""
     app = FastAPI()
     app.router.route_class = BodyRoute
-    app.state.service = SimpleNamespace(llm=SimpleNamespace(max_model_len=100))
+    app.state.service = SimpleNamespace(
+        llm=SimpleNamespace(max_model_len=100), options=SimpleNamespace(unknown_fields="refuse")
+    )
     handle_errors(app)
 
     async def count(request: Request, body: Body) -> dict[str, Any]:

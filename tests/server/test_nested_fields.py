@@ -26,7 +26,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
 MESSAGE: dict[str, tuple[str, str, Any]] = {
     "role": (READ, "user", "user"),
     "content": (READ, "user", "bye"),
-    "name": (REFUSED, "user", "Ann"),
+    "name": (HARMLESS, "user", "Ann"),
     "audio": (REFUSED, "assistant", {"id": "a"}),
     "function_call": (REFUSED, "assistant", {"name": "f", "arguments": "{}"}),
     "refusal": (REFUSED, "assistant", "no"),
@@ -112,9 +112,9 @@ def test_a_part_of_a_message_does_what_the_table_says(http: httpx.Client, kind: 
     ("part", "words"),
     [
         ("text", "content"),
-        ({"text": "a"}, "has no type"),
-        ({"type": "text"}, "text must be a text"),
-        ({"type": "text", "text": 5}, "text must be a text"),
+        ({"text": "a"}, "content[0].type: it is missing"),
+        ({"type": "text"}, "content[0].text: it is missing"),
+        ({"type": "text", "text": 5}, "content[0].text: Input should be a valid string"),
         ({"type": "text", "text": "a", "language": "en"}, "content[0].language"),
     ],
     ids=str,
@@ -143,7 +143,7 @@ def test_the_tables_have_every_field_and_every_part_of_openai() -> None:
         {"stream": True, "stream_options": {"include_usage": "yes"}},
         {"response_format": {"type": "xml"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "style": "short"}}},
-        {"response_format": {"type": "json_object", "schemas": {}}},
+        {"response_format": {"type": "json_object", "schemas": {"type": "object"}}},
         {"tools": [{"type": "custom", "custom": {"name": "a"}}]},
         {"tools": [{"type": "web_search", "function": {"name": "a"}}]},
         {"tool_choice": {"type": "custom", "custom": {"name": "a"}}},
@@ -205,12 +205,13 @@ def test_unknown_fields_are_ignored_on_request_but_not_those_that_are_known_to_c
 
 def test_variables_that_the_template_does_not_read_are_refused(http: httpx.Client) -> None:
     message = {"role": "user", "content": "hi"}
-    for further in ({"documents": [{"text": "a"}]}, {"chat_template_kwargs": {"enable_thinking": False}}):
+    for further in ({"documents": [{"text": "a"}]}, {"chat_template_kwargs": {"mood": 1}}):
         status, found = answer(http, message, **further)
         assert status == 400 and found["error"]["param"] in further, found
         assert next(iter(further)) in found["error"]["message"]
-    status, found = answer(http, message, documents=[], chat_template_kwargs={"enable_thinking": None})
-    assert status == 200
+    # A model that cannot reason cannot do more or less of it.
+    for variables in ({"mood": None}, {"enable_thinking": False}, {"thinking": True}, {"reasoning_effort": "high"}):
+        assert answer(http, message, documents=[], chat_template_kwargs=variables)[0] == 200
 
 
 def test_the_variables_of_a_template() -> None:

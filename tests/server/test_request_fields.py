@@ -10,8 +10,8 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from octavo.server import fields
-from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
+from octavo.server.field_marks import Hint, marks_of
+from octavo.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from tests.server.running_server import Running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -62,15 +62,16 @@ TABLE: dict[str, tuple[str, str, Any] | tuple[str, str, Any, Any]] = {
     "prompt_cache_key": (ACCEPTED, ACCEPTED, "a"),
     "prompt_cache_options": (ACCEPTED, ACCEPTED, {}),
     "prompt_cache_retention": (ACCEPTED, ACCEPTED, "24h"),
-    "reasoning_effort": (REFUSED, ELSEWHERE, "high", "none"),
+    # The template has no place for it; tests/server/test_reasoning_routes.py has one that does.
+    "reasoning_effort": (ACCEPTED, ELSEWHERE, "high"),
     "response_format": (WORKS, WORKS, SCHEMA),
     "safety_identifier": (ACCEPTED, ACCEPTED, "a"),
-    "service_tier": (REFUSED, REFUSED, "priority", "auto"),
+    "service_tier": (ACCEPTED, ACCEPTED, "priority"),
     "store": (ACCEPTED, ACCEPTED, True),
     "tool_choice": (WORKS, ELSEWHERE, "none"),
     "tools": (WORKS, ELSEWHERE, []),
     "top_logprobs": (WORKS, REFUSED, 2),
-    "verbosity": (REFUSED, REFUSED, "high", "medium"),
+    "verbosity": (ACCEPTED, ACCEPTED, "high"),
     "web_search_options": (REFUSED, REFUSED, {}),
     # Of other engines, and here
     "top_k": (WORKS, WORKS, 5),
@@ -213,17 +214,12 @@ def test_the_table_has_every_field_of_openai_and_every_field_that_is_known_here(
         *completion_create_params.CompletionCreateParamsBase.__annotations__,
         "stream",
     }
-    known = {
-        *fields.HARMLESS,
-        *fields.UNSUPPORTED,
-        *CompletionRequest.model_fields,
-        *ChatCompletionRequest.model_fields,
-    }
     assert of_openai - set(TABLE) == set()
-    assert set(TABLE) == known
-    # One that works on both routes is in neither list.
-    both = set(CompletionRequest.model_fields) & set(ChatCompletionRequest.model_fields)
-    assert both & {*fields.HARMLESS, *fields.UNSUPPORTED} == set()
+    assert set(TABLE) == {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
+    routes: tuple[type[GenerationRequest], ...] = (ChatCompletionRequest, CompletionRequest)
+    for k, model in enumerate(routes):
+        for name, mark in marks_of(model).items():
+            assert mark is None or TABLE[name][k] == (ACCEPTED if isinstance(mark, Hint) else REFUSED), name
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from octavo.server.api_errors import ApiError
 from octavo.server.responses import response_request as responses
 from octavo.server.responses.response_protocol import ResponsesRequest
+from octavo.server.responses.response_tools import ResponseTools
 
 
 def truncate(
@@ -37,7 +38,7 @@ def truncate(
         if message["role"] == "tool":
             message["tool_call_id"] = "a"
     body = ResponsesRequest.model_validate({"input": "x", "truncation": "auto"})
-    kept: Any = asyncio.run(responses.start(service, SimpleNamespace(), body, messages))  # type: ignore[arg-type]
+    kept: Any = asyncio.run(responses.start(service, SimpleNamespace(), body, messages, ResponseTools()))  # type: ignore[arg-type]
     return kept, len(tries)
 
 

@@ -40,7 +40,7 @@ class GrowingMessage:
         for event in events:
             if isinstance(event, ContentDelta):
                 if not (self._is_open and isinstance(self.message.content[-1], TextBlock)):
-                    found += self._start(TextBlock(type="text", text="", citations=None))
+                    found += self._start(TextBlock(type="text", text=""))
                 found.append(self._delta("text", event.text))
             elif isinstance(event, ReasoningDelta):
                 if not (self._is_open and isinstance(self.message.content[-1], ThinkingBlock)):

@@ -6,25 +6,56 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from octavo.server.field_marks import hint, refused
+from octavo.server.foreign_fields import EngineFields
+from octavo.server.messages.message_parts import (
+    ContextManagement,
+    MessageParam,
+    Metadata,
+    OutputConfig,
+    TextBlockParam,
+    ThinkingConfig,
+    ToolChoiceParam,
+    ToolParam,
+)
 from octavo.server.protocol_base import Name, Phrase, ResponseModel
 from octavo.server.sampling_fields import SamplingFields
 
 
-class CountTokensRequest(SamplingFields):
+class CountTokensRequest(SamplingFields, EngineFields):
     """Body of ``/v1/messages/count_tokens``."""
 
     model: Name = Field(description="Name of the served model.")
-    messages: list[dict[str, Any]] = Field(
+    messages: Annotated[list[MessageParam], Field(fail_fast=True)] = Field(
         description="The conversation: texts, or blocks of text, tool_use, tool_result and thinking. If the last "
         "message is the assistant's, the answer continues it."
     )
-    system: str | list[dict[str, Any]] | None = Field(None, description="A system message before everything else.")
-    tools: list[dict[str, Any]] | None = Field(None, description="Tools of the client that the model may use.")
-    tool_choice: dict[str, Any] | None = Field(None, description="auto, any, tool or none.")
-    thinking: dict[str, Any] | None = Field(
-        None, description="enabled, disabled or adaptive, for templates that know it; budget_tokens is a hint."
+    system: str | list[TextBlockParam] | None = Field(None, description="A system message before everything else.")
+    tools: list[ToolParam] | None = Field(None, description="Tools of the client that the model may use.")
+    tool_choice: ToolChoiceParam | None = Field(None, description="auto, any, tool or none.")
+    thinking: ThinkingConfig | None = Field(
+        None, description="enabled, disabled or adaptive, for templates that know it; others think as they do."
     )
-    output_config: dict[str, Any] | None = Field(None, description="The format of the text, as a JSON schema.")
+    output_config: OutputConfig | None = Field(None, description="The format of the text, as a JSON schema; effort.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
+    context_management: ContextManagement | None = Field(None, description="Edits that keep everything.")
+    cache_control: Any = hint("prefixes are cached without marks")
+    user_profile_id: Any = hint("a label of the client's")
+    workspace_id: Any = hint("a label of the client's")
+    anthropic_version: Any = hint("there is one version of this API")
+    anthropic_beta: Any = hint("each field says itself what it asks for")
+    betas: Any = hint("each field says itself what it asks for")
+    billing_policy: Any = hint("there is no bill")
+    fallback_credit_token: Any = hint("there is no bill")
+    fallbacks: Any = hint("no answer is withheld, after which another model would be asked")
+    speed: Any = hint("there is one speed")
+    container: Any = refused("code is not run")
+    mcp_servers: Any = refused("MCP servers are not called; a client can offer their tools as its own", [])
+    inference_geo: Any = refused("the model runs where this server does")
+    diagnostics: Any = refused("/metrics counts what the prefix cache finds")
+    compaction: Any = refused("send the messages that the model shall see")
+    thread: Any = refused("send the messages that the model shall see")
+    n: Any = refused("there is one message for each request", 1)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -34,7 +65,7 @@ class MessagesRequest(CountTokensRequest):
         description="Most tokens to generate, those of thinking included."
     )
     stop_sequences: list[Phrase] | None = Field(None, description="Texts that end the answer; not part of it.")
-    metadata: dict[str, Any] | None = Field(None, description="user_id: whose request it is.")
+    metadata: Metadata | None = Field(None, description="user_id: whose request it is.")
     stream: bool | None = Field(None, description="Send the message as server-sent events while it grows.")
 
 
@@ -46,7 +77,6 @@ class TextBlock(ResponseModel):
 
     type: Literal["text"]
     text: str
-    citations: None
 
 
 class ThinkingBlock(ResponseModel):

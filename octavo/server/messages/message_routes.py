@@ -11,7 +11,6 @@ from starlette.responses import Response
 from octavo.server.api_errors import ApiError, anthropic_error
 from octavo.server.chat_prompt import make_chat_prompt
 from octavo.server.chat_request import Chat, ChoiceEvents, start_chat
-from octavo.server.fields import HARMLESS, UNSUPPORTED, refuse_unknown, refuse_unsupported
 from octavo.server.large_bodies import beside_loop
 from octavo.server.messages import message_request as chats
 from octavo.server.messages.message_events import GrowingMessage
@@ -30,6 +29,7 @@ from octavo.server.pending_response import Event, PendingChat
 from octavo.server.prompt_fields import encode
 from octavo.server.protocol import ChatCompletionRequest
 from octavo.server.renamed_chat import renamed_errors
+from octavo.server.request_models import read_model
 from octavo.server.service import Service, service_of
 from octavo.server.tools import read_tools
 
@@ -57,10 +57,7 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> TokenCount
 
 def _chat(service: Service, body: CountTokensRequest) -> ChatCompletionRequest:
     """The chat that a request asks for; to be called within ``renamed_errors``."""
-    table = {**UNSUPPORTED, **chats.UNSUPPORTED}
-    refuse_unsupported(body, table)
-    refuse_unknown(service, body, HARMLESS | chats.HARMLESS, table)
-    return ChatCompletionRequest.model_validate(chats.chat_body(service, body))
+    return read_model(ChatCompletionRequest, chats.chat_body(service, body), service)
 
 
 class _PendingMessage(PendingChat):

@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
-from octavo.server.body_parts import BodyPart, entries, not_supported, wrong
+from pydantic import TypeAdapter
+
+from octavo.server.api_errors import unsupported, wrong
+from octavo.server.responses.response_parts import (
+    CallOutputParam,
+    Content,
+    CustomCallParam,
+    FunctionCallParam,
+    InputItem,
+    MessageItem,
+    ReasoningParam,
+)
+from octavo.server.responses.response_tools import chat_name
 
 Message = dict[str, Any]
 
-_ROLES = ("user", "assistant", "system", "developer")
-#: Labels of items that the API sends and gets back.
-_LABELS = ("id", "status", "phase")
-_BUILT_IN = "only messages, function calls with their outputs, and reasoning are; no tools are built in here"
+ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
 
-def input_items(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def input_items(given: str | list[InputItem]) -> list[InputItem]:
     """The field ``input`` as a list of items."""
-    return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
+    return [MessageItem(role="user", content=given)] if isinstance(given, str) else given
 
 
-def messages_of(items: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[Message]:
+def messages_of(items: Sequence[InputItem], earlier: Sequence[InputItem]) -> list[Message]:
     """The messages of a chat that say what the items say.
 
-    Reasoning, a text and calls of functions that follow each other are one message of the assistant.
+    Reasoning, a text and calls of tools that follow each other are one message of the assistant.
 
     Args:
         items: of the field ``input``.
         earlier: those of the responses that these continue.
 
     Raises:
-        ApiError: 400, an item is malformed or not supported; with its place.
+        ApiError: 400, an item is not supported or answers no call; with its place.
     """
     reader = _Reader()
-    for item in [*entries("previous_response_id", earlier), *entries("input", items)]:
-        reader.read(item)
+    for place, part in (("previous_response_id", earlier), ("input", items)):
+        for i, item in enumerate(part):
+            reader.read(item, f"{place}[{i}]")
     return reader.messages
 
 
@@ -46,59 +58,47 @@ class _Reader:
         self._open: Message | None = None
         self._calls: set[str] = set()
 
-    def read(self, item: BodyPart) -> None:
-        kind = item.take("type", str, "message")
-        if kind == "message":
+    def read(self, item: InputItem, where: str) -> None:
+        if isinstance(item, MessageItem):
             self._message(item)
-        elif kind == "function_call":
-            self._call(item)
-        elif kind == "function_call_output":
-            self._output(item)
-        elif kind == "reasoning":
+        elif isinstance(item, FunctionCallParam):
+            self._call(item, item.arguments)
+        elif isinstance(item, CustomCallParam):
+            self._call(item, json.dumps({"input": item.input}, ensure_ascii=False))
+        elif isinstance(item, CallOutputParam):
+            self._output(item, where)
+        elif isinstance(item, ReasoningParam):
             self._reasoning(item)
-        elif kind == "item_reference":
-            raise not_supported(item.where, "previous_response_id continues a response that is kept")
         else:
-            raise not_supported(item.where, f"its type is {kind[:100]!r}; {_BUILT_IN}")
+            raise unsupported("input", f"{where} is not supported: {_reason(item.type)}")
 
-    def _message(self, item: BodyPart) -> None:
-        role = item.choice("role", _ROLES)
-        content = _content(item)
-        item.refuse_rest(*_LABELS)
-        if role != "assistant":
+    def _message(self, item: MessageItem) -> None:
+        content = _content(item.content)
+        if item.role != "assistant":
             self._open = None
-            self.messages.append({"role": role, "content": content})
+            self.messages.append({"role": item.role, "content": content})
             return
         message = self._open
         if message is None or message["content"] is not None or "tool_calls" in message:
             message = self._new_open()
         message["content"] = content
 
-    def _call(self, item: BodyPart) -> None:
-        call_id, name, arguments = (item.take(field, str) for field in ("call_id", "name", "arguments"))
-        item.refuse_rest(*_LABELS)
+    def _call(self, item: FunctionCallParam | CustomCallParam, arguments: str) -> None:
         message = self._open or self._new_open()
-        function = {"name": name, "arguments": arguments}
-        message.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
-        self._calls.add(call_id)
+        function = {"name": chat_name(item.name, item.namespace), "arguments": arguments}
+        message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        self._calls.add(item.call_id)
 
-    def _output(self, item: BodyPart) -> None:
-        call_id = item.take("call_id", str)
-        if call_id not in self._calls:
-            raise wrong(item.at("call_id"), f"there is no function call {call_id[:100]!r} before it")
-        content = _content(item, "output")
-        item.refuse_rest(*_LABELS, "name")
+    def _output(self, item: CallOutputParam, where: str) -> None:
+        if item.call_id not in self._calls:
+            raise wrong(f"{where}.call_id", f"there is no function call {item.call_id[:100]!r} before it")
         self._open = None
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
 
-    def _reasoning(self, item: BodyPart) -> None:
-        content, summary = (item.take(name, list, []) for name in ("content", "summary"))
-        name = "content" if content else "summary"
-        texts = [part.take("text", str) for part in entries(item.at(name), content or summary)]
-        if not texts and item.take_any("encrypted_content") is not None:
-            raise not_supported(item.at("encrypted_content"), "reasoning is read in plain text")
-        item.refuse_rest(*_LABELS, "encrypted_content")
-        self._new_open()["reasoning_content"] = "\n".join(texts)
+    def _reasoning(self, item: ReasoningParam) -> None:
+        texts = [part.text for part in item.content or item.summary or []]
+        if texts:  # without a text it was thought elsewhere, and is encrypted
+            self._new_open()["reasoning_content"] = "\n".join(texts)
 
     def _new_open(self) -> Message:
         self._open = {"role": "assistant", "content": None}
@@ -106,16 +106,17 @@ class _Reader:
         return self._open
 
 
-def _content(item: BodyPart, name: str = "content") -> str | list[Message]:
+def _content(value: Content) -> str | list[Message]:
     """A text, or parts of text as a chat has them."""
-    value = item.take_any(name)
     if isinstance(value, str):
         return value
-    texts = []
-    for part in entries(item.at(name), value):
-        kind = part.take("type", str)
-        if kind not in ("input_text", "output_text", "text"):
-            raise not_supported(part.where, f"its type is {kind[:100]!r}; the model reads text only")
-        texts.append(part.take("text", str))
-        part.refuse_rest("annotations", "logprobs", "prompt_cache_breakpoint")
-    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+    return value[0].text if len(value) == 1 else [{"type": "text", "text": part.text} for part in value]
+
+
+def _reason(kind: str) -> str:
+    if kind == "item_reference":
+        return "previous_response_id continues a response that is kept"
+    return (
+        f"its type is {kind[:100]!r}; only messages, calls of the client's tools with their outputs, and reasoning "
+        "are; no tools are built in here"
+    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from pydantic_core import from_json
 
 from octavo.server.api_errors import ApiError
 from octavo.server.chat_output import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
@@ -13,6 +15,7 @@ from octavo.server.logprobs import TextLogprobs, Token
 from octavo.server.pending_response import Event
 from octavo.server.protocol import TokenLogprob
 from octavo.server.responses.response_protocol import (
+    CustomToolCallItem,
     FunctionCallItem,
     IncompleteDetails,
     ItemStatus,
@@ -25,6 +28,7 @@ from octavo.server.responses.response_protocol import (
     ResponseObject,
     ResponseUsage,
 )
+from octavo.server.responses.response_tools import ToolOrigin
 
 #: HTTP status of an error -> its code in a response that failed.
 _CODES: dict[int, Any] = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -36,14 +40,17 @@ class GrowingResponse:
     def __init__(
         self,
         response: ResponseObject,
+        origins: Mapping[str, ToolOrigin],
         logprobs: TextLogprobs | None = None,
         shown: Callable[[list[Token]], list[TokenLogprob]] = lambda tokens: [],
     ) -> None:
         """Takes over ``response``, which has no output yet.
 
-        ``logprobs`` gets every token before ``add`` gets its events; ``shown`` makes its tokens part of the response.
+        ``origins``: what each function of the chat is in the request. ``logprobs`` gets every token before ``add`` gets
+        its events; ``shown`` makes its tokens part of the response.
         """
         self.response = response
+        self._origins = origins
         self._logprobs = logprobs
         self._shown = shown
         #: Where the text of the message that is written now ends in that of the choice.
@@ -67,15 +74,7 @@ class GrowingResponse:
                 found += self._reasoning(event.text)
             elif isinstance(event, ToolCallStart):
                 found += self._close("completed")
-                call = FunctionCallItem(
-                    id=_new_id("fc"),
-                    type="function_call",
-                    status="in_progress",
-                    call_id=event.id,
-                    name=event.name,
-                    arguments="",
-                )
-                found += self._start(call)
+                found += self._start(self._call(event))
             else:
                 found += self._arguments(event.text)
         return found
@@ -136,8 +135,19 @@ class GrowingResponse:
         found.append(self._event("response.reasoning_text.delta", item, content_index=0, delta=text))
         return found
 
+    def _call(self, event: ToolCallStart) -> FunctionCallItem | CustomToolCallItem:
+        origin = self._origins.get(event.name, ToolOrigin(event.name))
+        fields: dict[str, Any] = {"status": "in_progress", "call_id": event.id, "name": origin.name}
+        fields["namespace"] = origin.namespace
+        if origin.is_custom:
+            return CustomToolCallItem(id=_new_id("ctc"), type="custom_tool_call", input="", **fields)
+        return FunctionCallItem(id=_new_id("fc"), type="function_call", arguments="", **fields)
+
     def _arguments(self, text: str) -> list[Event]:
         call = self._open
+        if isinstance(call, CustomToolCallItem):
+            call.input += text  # the arguments' JSON, until the call ends
+            return []
         assert isinstance(call, FunctionCallItem)
         call.arguments += text
         return [self._event("response.function_call_arguments.delta", call, delta=text)]
@@ -158,6 +168,10 @@ class GrowingResponse:
         if isinstance(item, FunctionCallItem):
             whole: dict[str, Any] = {"name": item.name, "arguments": item.arguments}
             found.append(self._event("response.function_call_arguments.done", item, **whole))
+        elif isinstance(item, CustomToolCallItem):
+            item.input = _custom_input(item.input)
+            found.append(self._event("response.custom_tool_call_input.delta", item, delta=item.input))
+            found.append(self._event("response.custom_tool_call_input.done", item, input=item.input))
         else:
             part = item.content[0]
             whole = {"content_index": 0, "text": part.text}
@@ -184,6 +198,15 @@ class GrowingResponse:
     def _numbered(self, kind: str, **fields: Any) -> Event:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+
+def _custom_input(arguments: str) -> str:
+    """The text that a call of a custom tool gives, whose arguments may end early."""
+    try:
+        value = from_json(arguments or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        return arguments
+    return str(value["input"]) if isinstance(value, dict) and "input" in value else arguments
 
 
 def _plain(model: Any) -> dict[str, Any]:

@@ -6,8 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from octavo.server.field_marks import hint, refused
+from octavo.server.foreign_fields import EngineFields
 from octavo.server.protocol import TokenLogprob
 from octavo.server.protocol_base import Int, Name, Phrase, ResponseModel
+from octavo.server.responses.response_parts import (
+    InputItem,
+    ObfuscationOptions,
+    ReasoningConfig,
+    TextConfig,
+    ToolChoiceParam,
+    ToolParam,
+)
 from octavo.server.sampling_fields import SamplingFields
 
 Metadata = Annotated[
@@ -15,11 +25,11 @@ Metadata = Annotated[
 ]
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(SamplingFields, EngineFields):
     """Body of ``/v1/responses``."""
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
-    input: str | list[dict[str, Any]] = Field(
+    input: str | Annotated[list[InputItem], Field(fail_fast=True)] = Field(
         description="A text, or items: messages, function calls with their outputs, and reasoning."
     )
     instructions: str | None = Field(None, description="A system message before everything else.")
@@ -32,20 +42,28 @@ class ResponsesRequest(SamplingFields):
         None, description='With include "message.output_text.logprobs": so many likeliest tokens at each position.'
     )
     include: list[str] | None = Field(None, description='Further output: "message.output_text.logprobs".')
-    text: dict[str, Any] | None = Field(None, description="The format of the text: text, json_object or json_schema.")
-    tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
-    tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, or one function.")
+    text: TextConfig | None = Field(None, description="The format of the text: text, json_object or json_schema.")
+    tools: list[ToolParam] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: str | ToolChoiceParam | None = Field(None, description="none, auto, required, or one function.")
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
-    reasoning: dict[str, Any] | None = Field(None, description="The effort of reasoning, for templates that know it.")
+    reasoning: ReasoningConfig | None = Field(None, description="The effort of reasoning.")
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: leave out the oldest messages of a conversation that the context has no room for."
     )
     metadata: Metadata | None = Field(None, description="Comes back with the response.")
     stream: bool | None = Field(None, description="Send the response as server-sent events while it grows.")
-    stream_options: dict[str, Any] | None = Field(None, description="include_obfuscation: accepted, without effect.")
+    stream_options: ObfuscationOptions | None = Field(None, description="Options of the stream.")
     user: Name | None = Field(None, description="Whose request it is, for scheduling policies that look at it.")
     # Beyond OpenAI, as in chats:
     stop: Phrase | list[Phrase] | None = Field(None, description="Texts that end the answer; they are not part of it.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
+    max_tool_calls: Any = hint("it bounds calls of built-in tools, of which there are none")
+    client_metadata: Any = hint("a label of the client's")
+    background: Any = refused("a response is generated while its request is open", False)
+    conversation: Any = refused("previous_response_id continues a response that is kept")
+    context_management: Any = refused("truncation leaves out the oldest messages", [])
+    moderation: Any = refused("there is no moderation")
+    prompt: Any = refused("there are no stored prompts; write it as instructions and input")
 
 
 # Responses ----------------------------------------------------------------------------------------------------------
@@ -90,6 +108,18 @@ class ReasoningItem(ResponseModel):
     content: list[ReasoningText]
 
 
+class CustomToolCallItem(ResponseModel):
+    """A tool that takes a text, which the model calls."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
 class FunctionCallItem(ResponseModel):
     """A function that the model calls."""
 
@@ -98,10 +128,11 @@ class FunctionCallItem(ResponseModel):
     status: ItemStatus
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str = Field(description="JSON text, as the model wrote it.")
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallItem
 
 
 class InputTokensDetails(ResponseModel):

@@ -9,27 +9,29 @@ from typing import Any
 
 from starlette.requests import Request
 
-from octavo.server.api_errors import ApiError
-from octavo.server.body_parts import BodyPart, entries, not_supported, wrong
+from octavo.server.api_errors import ApiError, unsupported, wrong
 from octavo.server.chat_request import Chat, start_chat
-from octavo.server.fields import Unsupported
 from octavo.server.large_bodies import beside_loop
 from octavo.server.protocol import ChatCompletionRequest
 from octavo.server.renamed_chat import renamed_errors
+from octavo.server.request_models import read_model
 from octavo.server.responses.items import Message, messages_of
+from octavo.server.responses.response_parts import InputItem, TextFormat
 from octavo.server.responses.response_protocol import ResponsesRequest
+from octavo.server.responses.response_tools import ResponseTools
 from octavo.server.sampling_fields import SamplingFields
 from octavo.server.service import Service
 
 #: Fields that a chat has too, with the same meaning.
-_SHARED = ("model", "parallel_tool_calls", "stream", "user", "stop", *SamplingFields.model_fields)
+_SHARED = (
+    "model", "parallel_tool_calls", "stream", "user", "stop", "chat_template_kwargs", *SamplingFields.model_fields
+)  # fmt: skip
 #: Fields of a chat by their names here; errors about a chat are told under these.
 RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "response_format": "text",
-    "verbosity": "text",
     "reasoning_effort": "reasoning",
 }
 LOGPROBS = "message.output_text.logprobs"
@@ -43,43 +45,36 @@ INCLUDABLE = frozenset(
 )  # fmt: skip
 #: What a template usually writes around a message, in tokens.
 _MESSAGE_TOKENS = 6
-#: Fields of this route that are refused.
-UNSUPPORTED = {
-    "background": Unsupported("a response is generated while its request is open", (False,)),
-    "conversation": Unsupported("previous_response_id continues a response that is kept"),
-    "context_management": Unsupported("truncation leaves out the oldest messages", ([],)),
-    "prompt": Unsupported("there are no stored prompts; write it as instructions and input"),
-}
-#: Accepted with any value: it bounds calls of built-in tools, of which there are none.
-HARMLESS = frozenset({"max_tool_calls"})
 
 
-def chat_body(body: ResponsesRequest, messages: list[Message]) -> dict[str, Any]:
+def chat_body(body: ResponsesRequest, messages: list[Message], tools: ResponseTools) -> dict[str, Any]:
     """Fields of the chat that a request asks for.
 
     Args:
-        body: the request; its unknown fields have been refused.
+        body: the request.
         messages: the conversation, the instructions included.
+        tools: those of the request.
 
     Raises:
         ApiError: 400, naming what is malformed or not supported.
     """
     chat: dict[str, Any] = {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
     chat |= {"messages": messages, "max_completion_tokens": body.max_output_tokens, "n": 1}
-    if body.include is not None:
-        for name in body.include:
-            if name not in INCLUDABLE:
-                raise not_supported("include", f"{name[:100]!r} is unknown here")
-    if body.include is not None and LOGPROBS in body.include:
+    for name in body.include or []:
+        if name not in INCLUDABLE:
+            raise unsupported("include", f"include is not supported: {name[:100]!r} is unknown here")
+    if LOGPROBS in (body.include or []):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    elif body.top_logprobs:
-        raise wrong("top_logprobs", f"it needs include with {LOGPROBS!r}")
-    chat |= _text(body) | _reasoning(body) | _tools(body)
-    _check_stream_options(body)
-    return chat
+    if body.text is not None and body.text.format is not None:
+        chat["response_format"] = _response_format(body.text.format)
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
+    if body.stream_options is not None and not body.stream:
+        raise wrong("stream_options", "it is allowed only with stream=true")
+    return {**chat, **tools.fields}
 
 
-def conversation(body: ResponsesRequest, items: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[Message]:
+def conversation(body: ResponsesRequest, items: list[InputItem], earlier: list[InputItem]) -> list[Message]:
     """The messages of a request: its instructions, what it continues, and its input.
 
     Instructions and system messages at the beginning are one message, as many templates know only one.
@@ -96,7 +91,9 @@ def conversation(body: ResponsesRequest, items: list[dict[str, Any]], earlier: l
     return [{"role": "system", "content": "\n\n".join(texts)}, *messages] if texts else messages
 
 
-async def start(service: Service, request: Request, body: ResponsesRequest, messages: list[Message]) -> Chat:
+async def start(
+    service: Service, request: Request, body: ResponsesRequest, messages: list[Message], tools: ResponseTools
+) -> Chat:
     """The chat in the engine; with ``truncation`` without the oldest messages that the context has no room for.
 
     Raises:
@@ -108,9 +105,9 @@ async def start(service: Service, request: Request, body: ResponsesRequest, mess
 
     async def without(cut: int) -> Chat:
         kept = messages[:head] + messages[cut:]
-        fields = chat_body(body, kept)
+        fields = chat_body(body, kept, tools)
         with renamed_errors(RENAMED):
-            chat = await beside_loop(request, ChatCompletionRequest.model_validate, fields)
+            chat = await beside_loop(request, read_model, ChatCompletionRequest, fields, service)
             return await start_chat(service, request, chat, prefix="resp")
 
     try:
@@ -161,82 +158,11 @@ def _written(message: Message) -> str:
     return "".join(str(message[name]) for name in ("content", "tool_calls") if message.get(name))
 
 
-def _text(body: ResponsesRequest) -> dict[str, Any]:
-    if body.text is None:
-        return {}
-    text = BodyPart("text", body.text)
-    found: dict[str, Any] = {}
-    if (verbosity := text.take("verbosity", str, None)) is not None:
-        found["verbosity"] = verbosity
-    if (given := text.take("format", dict, None)) is not None:
-        form = BodyPart("text.format", given)
-        kind = form.choice("type", ("text", "json_object", "json_schema"))
-        found["response_format"] = {"type": kind}
-        if kind == "json_schema":
-            schema: dict[str, Any] = {"name": form.take("name", str), "schema": form.take("schema", dict)}
-            schema |= {"strict": form.take("strict", bool, None), "description": form.take("description", str, None)}
-            found["response_format"]["json_schema"] = {k: v for k, v in schema.items() if v is not None}
-        form.refuse_rest()
-    text.refuse_rest()
-    return found
-
-
-def _reasoning(body: ResponsesRequest) -> dict[str, Any]:
-    if body.reasoning is None:
-        return {}
-    reasoning = BodyPart("reasoning", body.reasoning)
-    effort = reasoning.take("effort", str, None)
-    for name in ("summary", "generate_summary"):
-        if (wanted := reasoning.take(name, str, "auto")) != "auto":
-            raise not_supported(reasoning.at(name), f"reasoning comes whole; a summary {wanted[:20]!r} is not made")
-    reasoning.refuse_rest()
-    return {} if effort is None else {"reasoning_effort": effort}
-
-
-def _tools(body: ResponsesRequest) -> dict[str, Any]:
-    """Tools and the choice among them, in the notation of chats."""
-    tools: list[dict[str, Any]] = []
-    for tool in entries("tools", body.tools or []):
-        kind = tool.take("type", str)
-        if kind != "function":
-            raise not_supported(tool.where, f"its type is {kind[:100]!r}; only functions of the client can be called")
-        function: dict[str, Any] = {"name": tool.take("name", str), "parameters": tool.take("parameters", dict, None)}
-        function |= {"description": tool.take("description", str, None), "strict": tool.take("strict", bool, None)}
-        if (callers := tool.take("allowed_callers", list, ["direct"])) != ["direct"]:
-            raise not_supported(tool.at("allowed_callers"), f"tools are called by the model, not by {callers!r:.100}")
-        tool.refuse_rest()
-        tools.append({"type": "function", "function": {k: v for k, v in function.items() if v is not None}})
-    choice: Any = body.tool_choice
-    if isinstance(choice, dict):
-        wanted = BodyPart("tool_choice", choice)
-        kind = wanted.take("type", str)
-        if kind == "function":
-            choice = {"type": "function", "function": {"name": wanted.take("name", str)}}
-        elif kind == "allowed_tools":
-            choice = wanted.choice("mode", ("auto", "required"))
-            names = [_allowed(tool) for tool in entries("tool_choice.tools", wanted.take("tools", list))]
-            known = [tool["function"]["name"] for tool in tools]
-            if missing := [name for name in names if name not in known]:
-                raise wrong("tool_choice.tools", f"there is no tool {missing[0][:100]!r} among tools")
-            tools = [tool for tool in tools if tool["function"]["name"] in names]
-        else:
-            raise not_supported("tool_choice", f"its type is {kind[:100]!r}; no tools are built in here")
-        wanted.refuse_rest()
-    found: dict[str, Any] = {"tools": tools} if tools else {}
-    return found if choice is None else {**found, "tool_choice": choice}
-
-
-def _allowed(tool: BodyPart) -> str:
-    kind = tool.take("type", str)
-    if kind != "function":
-        raise not_supported(tool.where, f"its type is {kind[:100]!r}; only functions of the client can be called")
-    name = tool.take("name", str)
-    tool.refuse_rest()
-    return name
-
-
-def _check_stream_options(body: ResponsesRequest) -> None:
-    if body.stream_options is not None:
-        if not body.stream:
-            raise wrong("stream_options", "it is allowed only with stream=true")
-        BodyPart("stream_options", body.stream_options).refuse_rest("include_obfuscation")
+def _response_format(form: TextFormat) -> dict[str, Any]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    for name in ("name", "schema_"):
+        if getattr(form, name) is None:
+            raise wrong(f"text.format.{name.rstrip('_')}", "it is missing")
+    schema = {"name": form.name, "schema": form.schema_, "strict": form.strict, "description": form.description}
+    return {"type": form.type, "json_schema": {name: value for name, value in schema.items() if value is not None}}

@@ -7,22 +7,22 @@ import json
 import uuid
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.sampling_params import SamplingParams
 from octavo.server.api_errors import ApiError, unsupported
-from octavo.server.body_parts import wrong
 from octavo.server.chat_request import Chat, ChoiceEvents
-from octavo.server.fields import HARMLESS, UNSUPPORTED, refuse_unknown, refuse_unsupported
 from octavo.server.large_bodies import beside_loop
 from octavo.server.logprobs import TextLogprobs, Token, make_chat_logprobs
 from octavo.server.middleware import owner_of
 from octavo.server.pending_response import Event, PendingChat, encode_event
 from octavo.server.protocol import TokenLogprob
 from octavo.server.responses import response_request as chats
-from octavo.server.responses.items import input_items
+from octavo.server.responses.items import ITEMS, input_items
 from octavo.server.responses.response_events import GrowingResponse
+from octavo.server.responses.response_parts import FunctionTool, InputItem
 from octavo.server.responses.response_protocol import (
     DeletedResponse,
     InputTokensDetails,
@@ -31,6 +31,7 @@ from octavo.server.responses.response_protocol import (
     ResponsesRequest,
     ResponseUsage,
 )
+from octavo.server.responses.response_tools import ResponseTools, read_response_tools
 from octavo.server.responses.store import StoredResponse
 from octavo.server.service import Service, service_of
 
@@ -39,9 +40,6 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     """Answers an input, as one response or as a stream of events."""
     service = service_of(request)
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
-    table = {**UNSUPPORTED, **chats.UNSUPPORTED}
-    refuse_unsupported(body, table)
-    refuse_unknown(service, body, HARMLESS | chats.HARMLESS, table)
     if body.store and not service.responses.max_responses:
         raise unsupported("store", "store is not supported: this server keeps no responses (max_stored_responses)")
     earlier = None
@@ -50,8 +48,9 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     items = input_items(body.input)
     messages = await beside_loop(request, chats.conversation, body, items, [] if earlier is None else earlier.items)
     size = await beside_loop(request, _size, items)
-    chat = await chats.start(service, request, body, messages)
-    pending = _PendingResponse(service, request, body, chat, earlier, items, size)
+    tools = read_response_tools(service, body.tools or [], body.tool_choice)
+    chat = await chats.start(service, request, body, messages, tools)
+    pending = _PendingResponse(service, request, body, chat, earlier, items, size, tools)
     return await pending.respond(request, body.stream, deadline)
 
 
@@ -80,13 +79,14 @@ class _PendingResponse(PendingChat):
         body: ResponsesRequest,
         chat: Chat,
         earlier: StoredResponse | None,
-        items: list[dict[str, Any]],
+        items: list[InputItem],
         items_size: int,
+        tools: ResponseTools,
     ) -> None:
         """``items`` of the input, which take ``items_size`` bytes as JSON."""
         super().__init__(chat)
         self.service, self.request, self.body, self.earlier = service, request, body, earlier
-        self.items, self.items_size = items, items_size
+        self.items, self.items_size, self.tools = items, items_size, tools
         self._growing: GrowingResponse | None = None
         self._text_logprobs: TextLogprobs | None = None
 
@@ -95,7 +95,7 @@ class _PendingResponse(PendingChat):
         if self._growing is None:
             if self.chat.top_logprobs is not None:
                 self._text_logprobs = self.chat.generation.track(TextLogprobs, choice.output)
-            self._growing = GrowingResponse(self._begun(), self._text_logprobs, self._shown)
+            self._growing = GrowingResponse(self._begun(), self.tools.origins, self._text_logprobs, self._shown)
             events += self._growing.begin()
         if self._text_logprobs is not None:
             self._text_logprobs.add(choice.completion)
@@ -116,7 +116,7 @@ class _PendingResponse(PendingChat):
 
     def _begun(self) -> ResponseObject:
         """The response before its output."""
-        body, tools, params = self.body, self.body.tools or [], self.chat.generation.params
+        body, params = self.body, self.chat.generation.params
         sampling = params if isinstance(params, SamplingParams) else SamplingParams()
         generation = self.chat.generation
         return ResponseObject(
@@ -135,14 +135,13 @@ class _PendingResponse(PendingChat):
             output=[],
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
-            reasoning={"effort": None, "summary": None, **(body.reasoning or {})},
+            reasoning={"effort": None, "summary": None, **_repeated(body.reasoning)},
             store=self._stores,
             temperature=sampling.temperature,
-            text={"format": {"type": "text"}, **(body.text or {})},
-            tool_choice=body.tool_choice or "auto",
-            tools=[
-                {**tool, "parameters": tool.get("parameters"), "strict": bool(tool.get("strict"))} for tool in tools
-            ],
+            text={"format": {"type": "text"}, **_repeated(body.text)},
+            tool_choice=(_repeated(body.tool_choice) if isinstance(body.tool_choice, BaseModel) else body.tool_choice)
+            or "auto",
+            tools=[_repeated(tool) for tool in body.tools or []],
             top_logprobs=body.top_logprobs or 0,
             top_p=sampling.top_p,
             truncation=body.truncation or "disabled",
@@ -159,7 +158,7 @@ class _PendingResponse(PendingChat):
         if not self._stores:
             return
         encoded = _encoded(response)
-        output = [item.model_dump() for item in response.output]
+        output = ITEMS.validate_python([item.model_dump() for item in response.output])
         items, size = [*self.items, *output], self.items_size + _size(output)
         if self.earlier is not None:
             items, size = [*self.earlier.items, *items], self.earlier.items_size + size
@@ -182,12 +181,17 @@ class _PendingResponse(PendingChat):
         )
 
 
-def _size(items: list[dict[str, Any]]) -> int:
+def _size(items: list[InputItem]) -> int:
     """Bytes of items as JSON."""
-    try:
-        return len(json.dumps(items))
-    except RecursionError:
-        raise wrong("input", "it is nested too deeply") from None
+    return len(ITEMS.dump_json(items, exclude_unset=True))
+
+
+def _repeated(part: BaseModel | None) -> dict[str, Any]:
+    """A part of the request as the response repeats it; functions have all their fields."""
+    if part is None:
+        return {}
+    function = {"parameters": None, "strict": False} if isinstance(part, FunctionTool) else {}
+    return {**function, **part.model_dump(by_alias=True, exclude_none=True)}
 
 
 def _encoded(response: ResponseObject) -> bytes:

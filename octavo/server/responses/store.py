@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
 from octavo.server.api_errors import ApiError
+from octavo.server.responses.response_parts import InputItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class StoredResponse:
     #: As JSON.
     body: bytes
     #: Of the conversation up to its end: input and output of all responses that it continues, and its own.
-    items: list[dict[str, Any]]
+    items: list[InputItem]
     #: Bytes of the items, as JSON.
     items_size: int
     #: The API key that it was made with, as ``owner_of`` names it; others cannot have it.
