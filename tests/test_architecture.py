@@ -45,7 +45,7 @@ ONLY = {
     "memory": {"core"},
     "speculation": {"core"},
     "scheduler": {"core", "memory", "speculation"},
-    "server": {"core", "engine"},
+    "server": {"core", "engine", "grammar"},
     "batch": {"core", "engine", "server"},
     "data": {"core", "engine"},
     "lab.workloads": {"core"},

@@ -18,7 +18,6 @@ from octavo.core.option_parts import (
     DeviceOptions,
     ModelOptions,
     ParallelOptions,
-    StructuredOutputOptions,
 )
 from octavo.core.option_parts import Sizes as Sizes
 from octavo.core.scheduler_options import CPU_TOKEN_BUDGET as CPU_TOKEN_BUDGET
@@ -26,6 +25,7 @@ from octavo.core.scheduler_options import TOKEN_BUDGET as TOKEN_BUDGET
 from octavo.core.scheduler_options import SchedulerOptions as SchedulerOptions
 from octavo.core.speculative_options import SpeculativeConfig as SpeculativeConfig
 from octavo.core.speculative_options import SpeculativeOptions
+from octavo.core.structured_outputs_options import StructuredOutputOptions
 
 #: The parts of ``EngineConfig``, by the names of their sections in the documentation.
 PARTS: dict[str, type[BaseModel]] = {

@@ -96,7 +96,6 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "lora_dtype": ANY,
     "fully_sharded_loras": ON_OR_OFF,
     "guided_decoding_backend": ANY,  # all mean the same by a grammar
-    "structured_outputs_config": ForeignOption((None, {}), "grammars are followed by llguidance"),
     "enable_auto_tool_choice": ON_OR_OFF,  # a request may always leave the choice to the model
     "logits_processor_pattern": ForeignOption((None,), "name them one by one (logits_processors, module:Class)"),
     # Logs

@@ -47,7 +47,12 @@ def _nothing_swapped(options: Any, _: str) -> bool:
     return not options.moves_blocks_to_host
 
 
+def _without_tokenizer(options: Any, _: str) -> bool:
+    return options.skip_tokenizer_init
+
+
 _BLOCKS_ARE_GIVEN = "num_gpu_blocks_override sizes the KV cache"
+_NO_TOKENIZER = "structured output needs the tokenizer that skip_tokenizer_init leaves out"
 _LORA = "without enable_lora the engine has no LoRA adapters"
 _PROMPT_ADAPTERS = "without enable_prompt_adapter the engine has no prompt adapters"
 _ONE_REPLICA = "data_parallel_size is 1, and all requests go to the one replica"
@@ -79,11 +84,8 @@ IDLE_OPTIONS = (
         lambda options, _: options.skip_tokenizer_init,
         "conversations need the tokenizer that skip_tokenizer_init leaves out",
     ),
-    IdleOption(
-        "structured_outputs_compile_seconds",
-        lambda options, _: options.skip_tokenizer_init,
-        "structured output needs the tokenizer that skip_tokenizer_init leaves out",
-    ),
+    IdleOption("structured_outputs_compile_seconds", _without_tokenizer, _NO_TOKENIZER),
+    IdleOption("structured_outputs_config", _without_tokenizer, _NO_TOKENIZER),
     IdleOption("graph_capture", _no_graphs, _NO_GRAPHS),
     IdleOption(
         "enforce_eager",

@@ -1,11 +1,60 @@
-"""The base of the parts of the engine's options."""
+"""The base of the parts of the engine's options, and options that are mappings."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class OptionPart(BaseModel):
     """A part: unknown names are refused, and nothing changes after it is made."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def read_mapping(value: Any, example: str) -> Any:
+    """The fields that an option gives, as a mapping or as one in JSON or YAML; without those that are None.
+
+    Anything else that ``OptionPart`` or None is comes back as it is.
+
+    Raises:
+        ValueError: it is no mapping.
+    """
+    if isinstance(value, str):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"it must be a mapping such as {example}") from None
+    if value is None or isinstance(value, OptionPart):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"it must be a mapping such as {example}")
+    return {str(name): given for name, given in value.items() if given is not None}
+
+
+def make_part(kind: type[OptionPart], given: Mapping[str, Any]) -> OptionPart:
+    """The part with these fields.
+
+    Raises:
+        ValueError: a field is unknown or wrong, with its name, its value and what would be right.
+    """
+    known = list(kind.model_fields)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"unknown field {name!r}; {hint}")
+    try:
+        return kind(**given)
+    except ValidationError as e:
+        raise ValueError("; ".join(_readable(dict(error)) for error in e.errors())) from None
+
+
+def _readable(error: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"{where}: {message}, not {error['input']!r}" if where else message

@@ -105,18 +105,6 @@ class ModelOptions(OptionPart):
         return self
 
 
-class StructuredOutputOptions(OptionPart):
-    """The grammars of structured output."""
-
-    structured_outputs_compile_seconds: float = Field(
-        5.0,
-        gt=0,
-        le=3600,
-        description="Seconds of processor time that compiling the schema or grammar of a request may take; one that "
-        "takes longer is refused. It is compiled in a process beside the engine.",
-    )
-
-
 class CacheOptions(OptionPart):
     """The KV cache: its blocks on the device and on the host, and prefix caching."""
 

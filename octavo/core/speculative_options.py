@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any, Literal, Self
 
-import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from octavo.core.option_part import OptionPart
+from octavo.core.option_part import OptionPart, make_part, read_mapping
 from octavo.core.option_parts import Quantization
 
 #: Methods whose drafts the workers propose, with a network of their own that ``model`` names.
@@ -80,27 +78,15 @@ def _parse(value: Any) -> Any:
     Raises:
         ValueError: it is none, with the field, its value and what would be right.
     """
-    if isinstance(value, str):
-        try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ValueError(f"it must be a mapping such as {_EXAMPLE}") from None
-    if value is None or isinstance(value, SpeculativeConfig):
-        return value
-    if not isinstance(value, dict):
-        raise ValueError(f"it must be a mapping such as {_EXAMPLE}")
-    try:
-        return SpeculativeConfig(**_checked(value))
-    except ValidationError as e:
-        raise ValueError("; ".join(_readable(dict(error)) for error in e.errors())) from None
+    given = read_mapping(value, _EXAMPLE)
+    return make_part(SpeculativeConfig, _checked(given)) if isinstance(given, dict) else given
 
 
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 7}'
 
 
-def _checked(given: dict[Any, Any]) -> dict[str, Any]:
-    """The fields by name, with the method in ``method``; refuses methods and fields that do not exist here."""
-    given = {str(name): value for name, value in given.items() if value is not None}
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields by name, with the method in ``method``; refuses methods that do not exist here."""
     model = given.get("model")
     if "method" not in given and isinstance(model, str):  # as in vLLM
         named = model.strip("[]")
@@ -114,12 +100,6 @@ def _checked(given: dict[Any, Any]) -> dict[str, Any]:
     if isinstance(model, str) and model.strip("[]") == method:
         model = given.pop("model")
     _check_model(method, given)
-    known = list(SpeculativeConfig.model_fields)
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise ValueError(f"unknown field {name!r}; {hint}")
     return given
 
 
@@ -134,12 +114,6 @@ def _check_model(method: str, given: dict[str, Any]) -> None:
     for name in ("model", "quantization", "revision"):
         if name in given:
             raise ValueError(f"{name} {given[name]!r}: method {method!r} takes no model; leave it out")
-
-
-def _readable(error: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    message = str(error["msg"]).removeprefix("Value error, ")
-    return f"{where}: {message}, not {error['input']!r}" if where else message
 
 
 class SpeculativeOptions(OptionPart):

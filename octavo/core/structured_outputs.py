@@ -40,14 +40,15 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     #: Free text in which certain tags begin a part of a certain schema: ``{"structures": [{"begin", "schema", "end"}],
     #: "triggers": [..]}``, or its JSON text.
     structural_tag: str | dict[str, Any] | None = None
-    #: JSON without spaces and line breaks between its tokens.
-    disable_any_whitespace: bool = False
-    #: A regular expression of what may stand between the tokens of JSON. None: spaces, tabs and line breaks.
+    #: JSON without spaces and line breaks between its tokens. None: as the engine's ``structured_outputs_config`` says.
+    disable_any_whitespace: bool | None = None
+    #: A regular expression of what may stand between the tokens of JSON. None: a space, or a line break and an
+    #: indentation of at most the schema's depth.
     whitespace_pattern: str | None = None
-    #: Objects whose schema does not speak of additional properties have none.
-    disable_additional_properties: bool = False
+    #: Objects whose schema names properties and does not speak of further ones have none. None: as the engine's option.
+    disable_additional_properties: bool | None = None
     #: Of other engines, which may check by several libraries.
-    disable_fallback: bool = False
+    disable_fallback: bool | None = None
     #: The form begins after the first occurrence of these tokens, such as the end of a model's reasoning.
     begin_after: list[int] = []
 
@@ -80,7 +81,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.choice is not None and not _texts(self.choice):
             raise InvalidRequestError("structured_outputs.choice must be a list of texts, with at least one")
         for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
-            if not isinstance(getattr(self, name), bool):
+            if not isinstance(getattr(self, name), bool | None):
                 raise InvalidRequestError(f"structured_outputs.{name} must be True or False")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise InvalidRequestError(

@@ -66,7 +66,11 @@ class InputProcessor:
         #: Runs what requests bring as programs; for all of this frontend.
         self.sandbox = Sandbox()
         self.grammars = GrammarCompiler(
-            self.sandbox, files.tokenizer.special_texts, vocab_size, options.structured_outputs_compile_seconds
+            self.sandbox,
+            files.tokenizer.special_texts,
+            vocab_size,
+            options.structured_outputs_compile_seconds,
+            options.structured_outputs_config,
         )
         #: Checked in C: a loop in Python takes 5 ms for 100,000 tokens, during which a server does nothing else.
         self._token_ids: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]

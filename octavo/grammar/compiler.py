@@ -17,6 +17,7 @@ import msgspec
 from octavo.core.errors import InvalidRequestError
 from octavo.core.stats import GrammarStats
 from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
+from octavo.core.structured_outputs_options import StructuredOutputsConfig
 from octavo.grammar.forms import CheckAnswer, CheckRequest, digest
 from octavo.sandbox.pool import Sandbox
 from octavo.sandbox.process import SandboxAnswer, SandboxCall
@@ -30,13 +31,22 @@ class GrammarCompiler:
     """Turns forms into grammars; from any thread."""
 
     def __init__(
-        self, sandbox: Sandbox, special_tokens: Collection[str] = (), vocab_size: int = 0, seconds: float = 5.0
+        self,
+        sandbox: Sandbox,
+        special_tokens: Collection[str] = (),
+        vocab_size: int = 0,
+        seconds: float = 5.0,
+        defaults: StructuredOutputsConfig | None = None,
     ) -> None:
-        """``special_tokens``, ``vocab_size``: see ``CheckRequest``; ``seconds``: see ``SandboxCall``."""
+        """``special_tokens``, ``vocab_size``: see ``CheckRequest``; ``seconds``: see ``SandboxCall``.
+
+        ``defaults``: of what forms leave open.
+        """
         self._sandbox = sandbox
         self._special_tokens = sorted(special_tokens)
         self._vocab_size = vocab_size
         self._seconds = seconds
+        self._defaults = defaults or StructuredOutputsConfig()
         self._cache: OrderedDict[str, CheckAnswer] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -63,7 +73,17 @@ class GrammarCompiler:
         """
         return _grammar_of(await asyncio.wrap_future(self._submit(params, client)))
 
+    def resolved(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
+        """The form, in which the engine's options say what it leaves open."""
+        spaces, closes = params.disable_any_whitespace, params.disable_additional_properties
+        if spaces is None:
+            spaces = self._defaults.disable_any_whitespace and params.whitespace_pattern is None
+        if closes is None:
+            closes = self._defaults.disable_additional_properties
+        return msgspec.structs.replace(params, disable_any_whitespace=spaces, disable_additional_properties=closes)
+
     def _submit(self, params: StructuredOutputsParams, client: str) -> Future[CheckAnswer]:
+        params = self.resolved(params)
         key = digest(params)
         if (known := self._look_up(key)) is not None:
             done: Future[CheckAnswer] = Future()

@@ -90,11 +90,10 @@ class SchemaError(InvalidRequestError):
         super().__init__(f"{field} at {path}: {message}" if path else f"{field}: {message}")
 
 
-def prepare(root: Schema, field: str, *, disable_additional_properties: bool = False) -> None:
+def prepare(root: Schema, field: str) -> None:
     """Checks a schema as far as its own text says what is wrong, and leaves out what has no effect; in place.
 
-    ``field`` is the schema's, for messages. ``disable_additional_properties``: objects whose schema does not speak of
-    additional properties have none.
+    ``field`` is the schema's, for messages.
 
     Raises:
         SchemaError: a keyword is not supported, or its value is none of it.
@@ -113,8 +112,6 @@ def prepare(root: Schema, field: str, *, disable_additional_properties: bool = F
             raise SchemaError(field, f"{path}/$id", "$id beside $ref, which drafts to 7 ignore, is not supported")
         for keyword, value in list(schema.items()):
             _check(field, path, schema, keyword, value)
-        if disable_additional_properties and ("properties" in schema or schema.get("type") == "object"):
-            schema.setdefault("additionalProperties", False)
         waiting += reversed([(path + step, child) for step, child in subschemas(schema)])
         if (referred := target(root, schema)) is not None:
             waiting.append(referred)

@@ -11,13 +11,12 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import StructuredOutputsParams
+from octavo.grammar.closed_objects import closed
+from octavo.grammar.json_form import with_options
 from octavo.grammar.json_schema import Schema, prepare
 
 #: Most texts of a choice.
 MAX_CHOICES = 10_000
-#: How llguidance reads JSON schemas: keywords that it does not know are errors, a value fits exactly one schema of a
-#: ``oneOf``, and texts have one spelling each: with \uXXXX, names of additional properties could be those of others.
-_STRICT = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": 'nrbtf\\"'}
 
 
 class Tag(NamedTuple):
@@ -44,23 +43,13 @@ def read_schema(value: Any, params: StructuredOutputsParams, place: str) -> Sche
         return {}
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"{place} must be a JSON schema, which is an object, not {schema!r:.100}")
-    prepare(schema, place, disable_additional_properties=params.disable_additional_properties)
-    return schema
+    prepare(schema, place)
+    return schema if params.disable_additional_properties is False else closed(schema)
 
 
 def json_source(schema: Schema, params: StructuredOutputsParams) -> str:
     """JSON of a schema."""
-    return json.dumps({"grammars": [{"json_schema": _with_options(schema, params)}]}, ensure_ascii=False)
-
-
-def _with_options(schema: Schema, params: StructuredOutputsParams) -> Schema:
-    """The schema with the options by which llguidance reads it."""
-    options: dict[str, Any] = dict(_STRICT)
-    if params.disable_any_whitespace:
-        options["whitespace_flexible"] = False
-    if params.whitespace_pattern is not None:
-        options["whitespace_pattern"] = params.whitespace_pattern
-    return {**schema, "x-guidance": options}
+    return json.dumps({"grammars": [{"json_schema": with_options(schema, params)}]}, ensure_ascii=False)
 
 
 def choice_source(texts: Sequence[str]) -> str:
@@ -145,7 +134,7 @@ def tags_source(tags: Sequence[Tag], params: StructuredOutputsParams, special_to
     """
     rules = [f"start: ({' | '.join(f'tag_{i}' for i in range(len(tags)))})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/"]
     for i, tag in enumerate(tags):
-        schema = json.dumps(_with_options(tag.schema, params), ensure_ascii=False)
+        schema = json.dumps(with_options(tag.schema, params), ensure_ascii=False)
         body = f"{_literal(tag.begin[len(tag.trigger) :])} %json {schema} {_literal(tag.end)}"
         if tag.trigger in special_tokens:
             rules.append(f"tag_{i}: TEXT {tag.trigger} {body}")

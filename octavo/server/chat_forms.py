@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +12,12 @@ from starlette.requests import Request
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.engine.tool_messages import CallFormat
+from octavo.grammar.closed_objects import closed
+from octavo.grammar.json_form import with_options
 from octavo.server.api_errors import ApiError, unsupported
 from octavo.server.middleware import client_of
 from octavo.server.service import Service
-from octavo.server.tool_parsers.grammar import CallGrammar, closed, json_rule
+from octavo.server.tool_parsers.grammar import CallGrammar
 from octavo.server.tools import RequestTools
 
 _OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -60,16 +63,8 @@ def _grammar(
 
 def _rule(answer: StructuredOutputsParams) -> str:
     """A form as the right side of a grammar's rule."""
-    if answer.json_object:
-        return json_rule(_OBJECT)
-    if answer.json is not None and answer.json is not False:
-        schema = answer.json
-        if isinstance(schema, str):
-            try:
-                schema = msgspec.json.decode(schema)
-            except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
-                raise InvalidRequestError(f"structured_outputs.json is not valid JSON: {e}") from None
-        return json_rule(schema if isinstance(schema, dict) else {})
+    if answer.json_object or answer.json not in (None, False):
+        return f"%json {json.dumps(with_options(_schema(answer), answer))}"
     if answer.choice is not None:
         return " | ".join(msgspec.json.encode(text).decode() for text in answer.choice)
     raise unsupported(
@@ -79,6 +74,18 @@ def _rule(answer: StructuredOutputsParams) -> str:
     )
 
 
+def _schema(answer: StructuredOutputsParams) -> dict[str, Any]:
+    schema = dict(_OBJECT) if answer.json_object else answer.json
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
+            raise InvalidRequestError(f"structured_outputs.json is not valid JSON: {e}") from None
+    if not isinstance(schema, dict):
+        return {}
+    return schema if answer.disable_additional_properties is False else closed(schema)
+
+
 async def blame_tool(service: Service, request: Request, tools: RequestTools) -> None:
     """Finds the tool because of which the form that has the schemas of all cannot be compiled.
 
@@ -86,7 +93,7 @@ async def blame_tool(service: Service, request: Request, tools: RequestTools) ->
         ApiError: 400, naming it; nothing if each schema alone can be followed.
     """
     for name, schema in tools.callable.items():
-        alone = StructuredOutputsParams(json=closed(schema))
+        alone = StructuredOutputsParams(json=closed(dict(schema)))
         try:
             await service.llm.inputs.grammars.compile_for(client_of(request), alone)
         except InvalidRequestError as e:

@@ -189,6 +189,8 @@ def _constrain(
             raise unsupported("tool_choice", message)
         return False
     asked = params.structured_outputs
+    if asked is not None:
+        asked = service.llm.inputs.grammars.resolved(asked)
     form = answer_form(tools, prompt.call_format, special_tokens(service.llm.tokenizer), asked)
     if form is None:
         return False

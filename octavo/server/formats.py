@@ -106,7 +106,10 @@ def _of_response_format(given: ResponseFormat) -> Form | None:
         if given.json_schema is None or given.json_schema.schema_ in (None, False):
             message = "response_format.json_schema.schema must be a JSON schema"
             raise ApiError(400, message, param="response_format", code="invalid_value")
-        return Form("response_format.json_schema.schema", StructuredOutputsParams(json=given.json_schema.schema_))
+        params = StructuredOutputsParams(
+            json=given.json_schema.schema_, disable_additional_properties=given.json_schema.strict or None
+        )
+        return Form("response_format.json_schema.schema", params)
     if given.type == "structural_tag":
         tag = {"structures": given.structures, "triggers": given.triggers}
         return Form("response_format", StructuredOutputsParams(structural_tag=tag))

@@ -15,7 +15,11 @@ class JsonSchemaFormat(RequestModel):
     name: Name | None = Field(None, description="Accepted, without effect.")
     description: str | None = Field(None, description="Accepted, without effect.")
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema", description="The JSON schema.")
-    strict: bool | None = Field(None, description="Accepted, without effect: an answer always has the form.")
+    strict: bool | None = Field(
+        None,
+        description="Objects have no properties but those that the schema names, where it is silent about others; "
+        "without, as --structured-outputs-config says. An answer has the form either way.",
+    )
 
 
 class ResponseFormat(RequestModel):

@@ -13,10 +13,13 @@ from octavo.core.config import make_config
 from octavo.core.config_sources import resolve_config
 from octavo.core.errors import ConfigError
 from octavo.core.idle_options import IDLE_OPTIONS, REFUSED_OPTIONS, idle_options
+from octavo.core.structured_outputs_options import StructuredOutputsConfig
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.llm import LLM
 
 Options = dict[str, Any]
+
+COMPACT = StructuredOutputsConfig(disable_any_whitespace=True)
 
 #: The option as it is given, options beside which it has no effect and beside which it has one, the devices of both.
 IDLE: list[tuple[Options, Options, Options, tuple[str, str]]] = [
@@ -31,6 +34,12 @@ IDLE: list[tuple[Options, Options, Options, tuple[str, str]]] = [
     ({"max_prompt_adapter_token": 8}, {}, {"enable_prompt_adapter": True}, ("cpu", "cpu")),
     ({"chat_template": "a.jinja"}, {"skip_tokenizer_init": True}, {}, ("cpu", "cpu")),
     ({"structured_outputs_compile_seconds": 1.0}, {"skip_tokenizer_init": True}, {}, ("cpu", "cpu")),
+    (
+        {"structured_outputs_config": COMPACT},
+        {"skip_tokenizer_init": True},
+        {},
+        ("cpu", "cpu"),
+    ),
     ({"graph_capture": "start"}, {}, {}, ("cpu", "cuda")),
     ({"graph_capture": "start"}, {"enforce_eager": True}, {}, ("cuda", "cuda")),
     ({"graph_capture": [1, 2]}, {}, {}, ("cpu", "cuda")),

@@ -14,12 +14,14 @@ import pytest
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import StructuredOutputsParams
+from octavo.core.structured_outputs_options import StructuredOutputsConfig
 from octavo.grammar import compiler as module
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.forms import digest
 from octavo.sandbox import process
 from octavo.sandbox.pool import Sandbox
 from tests.busy_machine import PATIENCE
+from tests.grammar.byte_matcher import accepts
 
 #: Llguidance works on these for minutes, and does not survive the last.
 MULTIPLES: dict[str, Any] = {"prefixItems": [{"type": "integer", "multipleOf": 100003 + i} for i in range(20)]}
@@ -90,7 +92,7 @@ def test_few_bytes_are_kept(monkeypatch: pytest.MonkeyPatch, compiler: GrammarCo
     forms = [StructuredOutputsParams(regex=f"{i}" * 300) for i in range(10)]
     for form in forms:
         compiler.compile(form)
-    assert [digest(form) in compiler._cache for form in forms] == [False] * 5 + [True] * 5
+    assert [digest(compiler.resolved(form)) in compiler._cache for form in forms] == [False] * 5 + [True] * 5
 
 
 def test_special_tokens_are_those_of_the_tokenizer(compiler: GrammarCompiler) -> None:
@@ -165,3 +167,15 @@ def test_a_form_of_one_client_is_not_held_up_by_many_slow_ones_of_another(compil
         assert again.source, "what it has left holds up nothing"
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+def test_the_engine_says_what_forms_leave_open() -> None:
+    config = StructuredOutputsConfig(disable_any_whitespace=True, disable_additional_properties=False)
+    compiler = GrammarCompiler(Sandbox(), defaults=config)
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    grammar = compiler.compile(StructuredOutputsParams(json=point))
+    assert accepts(grammar, '{"x":1,"y":2}') and not accepts(grammar, '{"x": 1}')
+    own = StructuredOutputsParams(json=point, disable_any_whitespace=False, disable_additional_properties=True)
+    assert accepts(compiler.compile(own), '{"x": 1}') and not accepts(compiler.compile(own), '{"x": 1, "y": 2}')
+    spaces = compiler.compile(StructuredOutputsParams(json=point, whitespace_pattern=" {2}"))
+    assert accepts(spaces, '{  "x":  1}') and not accepts(spaces, '{ "x": 1}')

@@ -43,7 +43,7 @@ def schema_of(draft: str, group: dict[str, Any]) -> dict[str, Any]:
 def grammar_of(schema: dict[str, Any]) -> Grammar | None:
     """The grammar of a schema; None if it is refused."""
     try:
-        return make_grammar(StructuredOutputsParams(json=schema))
+        return make_grammar(StructuredOutputsParams(json=schema, disable_additional_properties=False))
     except InvalidRequestError as e:
         assert str(e).startswith("structured_outputs.json")
         return None

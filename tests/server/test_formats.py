@@ -31,6 +31,14 @@ def body(**given: Any) -> CompletionRequest:
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
             {"json": SCHEMA},
         ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}}},
+            {"json": SCHEMA, "disable_additional_properties": True},
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": False}}},
+            {"json": SCHEMA},
+        ),
         ({"response_format": {"type": "structural_tag", **TAG}}, {"structural_tag": TAG}),
         ({"response_format": {"type": "text"}, "regex": "a"}, {"regex": "a"}),
         ({"structured_outputs": {"choice": ["a"]}}, {"choice": ["a"]}),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.engine.tool_messages import CallFormat
+from octavo.grammar.closed_objects import closed
 
 #: JSON as templates write it to the model: on one line, so that a model cannot go on with spaces for ever. Keywords
 #: that are not supported are errors, and a value fits exactly one schema of a ``oneOf``.
@@ -37,7 +38,7 @@ class CallGrammar:
         self._special = special
         self._repeats = parallel and form.separator is not None
         self._names = list(tools)
-        self._rules = [f"arguments_{i}: {json_rule(closed(schema))}" for i, schema in enumerate(tools.values())]
+        self._rules = [f"arguments_{i}: %json {_arguments(schema)}" for i, schema in enumerate(tools.values())]
         calls = [self._call(name, i, self._text(form.pieces(name)[0])) for i, name in enumerate(self._names)]
         self._rules.append(f"call: {' | '.join(calls)}")
 
@@ -86,30 +87,6 @@ class CallGrammar:
         return text if re.fullmatch(r"<[^<>\s]+>", text) else f"<[{self._special[text]}]>"
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """The right side of a rule for JSON of a schema."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
-
-
-def closed(schema: Any) -> Any:
-    """The schema, whose objects have no further properties where it does not speak of them: no function takes them."""
-    if isinstance(schema, list):
-        return [closed(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    found = {key: value if key in _VALUES else _closed_parts(key, value) for key, value in schema.items()}
-    opens = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref"} & schema.keys()
-    if isinstance(schema.get("properties"), Mapping) and not opens:
-        found["additionalProperties"] = False
-    return found
-
-
-#: Keywords whose values are no schemas, and those that map names to schemas.
-_VALUES = frozenset({"enum", "const", "default", "examples", "required"})
-_NAMED = frozenset({"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"})
-
-
-def _closed_parts(key: str, value: Any) -> Any:
-    if key in _NAMED and isinstance(value, Mapping):
-        return {name: closed(part) for name, part in value.items()}
-    return closed(value)
+def _arguments(schema: Mapping[str, Any]) -> str:
+    """The schema of arguments: objects have no properties that it does not name, as no function takes them."""
+    return json.dumps({**closed(dict(schema)), "x-guidance": _JSON_OPTIONS})
