@@ -265,7 +265,7 @@ def blocks(role: str, *content: Any) -> dict[str, Any]:
         ({"output_config": {"tone": "loud"}}, ["output_config.tone"]),
         ({"metadata": {"tag": "x"}}, ["metadata.tag"]),
         ({"temperature": -1}, ["temperature", "-1"]),
-        ({"max_tokens": 1000}, ["maximum context length", "max_tokens asks for"]),
+        ({"messages": [{"role": "user", "content": "a" * 300}]}, ["maximum context length", "shorten the messages"]),
         ({"stop_sequences": [""]}, ["stop"]),
         ({"temprature": 1}, ["did you mean temperature?"]),
         ({"top_k": "5"}, ["top_k"]),
@@ -278,6 +278,14 @@ def test_what_is_wrong_or_not_supported_is_named(http: httpx.Client, body: dict[
         assert error["type"] == "invalid_request_error"
         for word in words:
             assert word in error["message"], error
+
+
+def test_a_message_that_asks_for_more_than_the_context_holds_ends_with_it(http: httpx.Client) -> None:
+    answer = create(http, max_tokens=1000, ignore_eos=True)
+    assert answer["stop_reason"] == "model_context_window_exceeded"
+    usage = answer["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"] == 256
+    assert create(http, max_tokens=3, ignore_eos=True)["stop_reason"] == "max_tokens"
 
 
 # Ends ---------------------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class MessageUsage(ResponseModel):
     output_tokens_details: MessageTokensDetails
 
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
 class MessageObject(ResponseModel):

@@ -43,7 +43,7 @@ def chat_body(service: Service, body: CountTokensRequest) -> dict[str, Any]:
     if body.thinking is not None and body.thinking.display == "omitted":
         chat["include_reasoning"] = False
     if isinstance(body, MessagesRequest):
-        chat |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences, "stream": body.stream}
+        chat |= {"stop": body.stop_sequences, "stream": body.stream}
         chat["user"] = body.metadata and body.metadata.user_id
     return chat
 

@@ -8,6 +8,7 @@ import uuid
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.core.sampling_params import DefaultMaxTokens
 from octavo.server.api_errors import ApiError, anthropic_error
 from octavo.server.chat_prompt import make_chat_prompt
 from octavo.server.chat_request import Chat, ChoiceEvents, start_chat
@@ -40,7 +41,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
     with renamed_errors(chats.RENAMED):
         chat = await beside_loop(request, _chat, service, body)
-        pending = _PendingMessage(await start_chat(service, request, chat, prefix="msg"))
+        pending = _PendingMessage(await start_chat(service, request, chat, prefix="msg"), body.max_tokens)
     return await pending.respond(request, body.stream, deadline)
 
 
@@ -57,14 +58,19 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> TokenCount
 
 def _chat(service: Service, body: CountTokensRequest) -> ChatCompletionRequest:
     """The chat that a request asks for; to be called within ``renamed_errors``."""
-    return read_model(ChatCompletionRequest, chats.chat_body(service, body), service)
+    chat = read_model(ChatCompletionRequest, chats.chat_body(service, body), service)
+    if isinstance(body, MessagesRequest):
+        # As Anthropic's API: a message that would exceed the context ends with it. Agents ask for as much as they may.
+        chat.max_completion_tokens = DefaultMaxTokens(body.max_tokens)
+    return chat
 
 
 class _PendingMessage(PendingChat):
     names = chats.RENAMED
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, max_tokens: int) -> None:
         super().__init__(chat)
+        self._max_tokens = max_tokens
         self._growing: GrowingMessage | None = None
 
     def grow(self, choice: ChoiceEvents) -> list[Event]:
@@ -74,7 +80,7 @@ class _PendingMessage(PendingChat):
             events += self._growing.begin()
         events += self._growing.add(choice.events)
         if choice.finish_reason is not None:
-            reason, stop = _stop_reason(choice, self._growing.message.content)
+            reason, stop = self._stop_reason(choice, self._growing.message.content)
             events += self._growing.end(reason, stop, self._usage())
         return events
 
@@ -109,12 +115,12 @@ class _PendingMessage(PendingChat):
             output_tokens_details=MessageTokensDetails(thinking_tokens=self.chat.generation.reasoning_tokens or 0),
         )
 
-
-def _stop_reason(choice: ChoiceEvents, content: list[Block]) -> tuple[StopReason, str | None]:
-    """Why the choice ended, and the stop text that ended it."""
-    if choice.finish_reason == "length":
-        return "max_tokens", None
-    if any(isinstance(block, ToolUseBlock) for block in content):
-        return "tool_use", None
-    stop = choice.stop_reason
-    return ("stop_sequence", stop) if isinstance(stop, str) else ("end_turn", None)
+    def _stop_reason(self, choice: ChoiceEvents, content: list[Block]) -> tuple[StopReason, str | None]:
+        """Why the choice ended, and the stop text that ended it."""
+        if choice.finish_reason == "length":
+            is_whole = self.chat.generation.usage().completion_tokens >= self._max_tokens
+            return ("max_tokens" if is_whole else "model_context_window_exceeded"), None
+        if any(isinstance(block, ToolUseBlock) for block in content):
+            return "tool_use", None
+        stop = choice.stop_reason
+        return ("stop_sequence", stop) if isinstance(stop, str) else ("end_turn", None)
