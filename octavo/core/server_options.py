@@ -77,6 +77,11 @@ class ServerOptions(BaseModel):
     served_model_name: str | None = Field(
         None, description="Names that clients use for the model, with commas between; default: as it was given."
     )
+    api_key: str | None = Field(
+        None,
+        description="API keys, with commas between. Every user of the machine sees them in the list of processes: a "
+        "file, or the variable, keeps them.",
+    )
     api_key_file: FilePath = Field(
         None, description=f"File of API keys, one a line; the variable {API_KEYS_VARIABLE} holds keys too."
     )

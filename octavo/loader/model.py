@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +35,9 @@ from octavo.models.network import Network
 from octavo.models.registry import make_network
 from octavo.models.sizes import build_rank_without_weights
 
-#: Seconds after which a progress bar appears.
+logger = logging.getLogger("octavo")
+
+#: Seconds after which progress is told.
 _BAR_DELAY = 1.0
 
 
@@ -90,20 +95,27 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
 def _with_progress(
     tensors: Iterable[tuple[str, Tensor | QuantizedRows]], size: int, context: LayerContext
 ) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
-    """The same tensors, with a progress bar of ``size`` bytes on a terminal if this is the first rank.
+    """The same tensors. The first rank says how many of ``size`` bytes are read, if that takes more than a second.
 
-    The bar appears after ``_BAR_DELAY`` seconds.
+    On a terminal by a progress bar, elsewhere by lines of the log, which a server that starts answers with.
     """
-    if context.tp_rank or (context.layers is not None and context.layers.start) or not sys.stderr.isatty():
+    if context.tp_rank or (context.layers is not None and context.layers.start):
         yield from tensors
         return
     from tqdm import tqdm
 
-    with tqdm(total=size, desc="loading weights", unit="B", unit_scale=True, delay=_BAR_DELAY, leave=False) as bar:
+    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "delay": _BAR_DELAY, "leave": False}
+    is_shown = sys.stderr.isatty()
+    read, told, begun = 0, 0, time.monotonic()
+    with tqdm(total=size, desc="loading weights", disable=not is_shown, **options) as bar:
         for name, tensor in tensors:
             yield name, tensor
             values = tensor.rows if isinstance(tensor, GGUFRows) else tensor
-            bar.update(min(getattr(values, "nbytes", 0), size - bar.n))  # values of a GGUF file are wider in memory
+            read = min(read + getattr(values, "nbytes", 0), size)  # values of a GGUF file are wider in memory
+            bar.update(read - bar.n)
+            if not is_shown and read >= told + size / 10 and time.monotonic() > begun + _BAR_DELAY:
+                told = read
+                logger.info("loading weights: %.0f %% of %.2f GiB", 100 * read / size, size / (1 << 30))
 
 
 def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> Network:

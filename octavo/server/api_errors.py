@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -122,11 +123,41 @@ def as_api_error(error: BaseException) -> ApiError:
 def handle_errors(app: FastAPI) -> None:
     """Registers handlers that turn every error into a response of this format."""
 
+    paths = [path for route in app.routes if (path := getattr(route, "path", None)) is not None]
+
     async def respond(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            return _nothing_at(request.url.path, paths).response(request.scope)
         return as_api_error(error).response(request.scope)
 
     for kind in (OctavoError, TimeoutError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, respond)
+
+
+#: Beginnings of addresses that other servers have -> what this one has instead.
+_ELSEWHERE = {
+    "/v1/embeddings": "this model generates text; it gives no embeddings",
+    "/v1/rerank": "this model generates text; it ranks none",
+    "/v1/audio": "this model reads and writes text only",
+    "/v1/images": "this model reads and writes text only",
+    "/v1/files": "batches of requests run with 'octavo batch FILE'",
+    "/v1/batches": "batches of requests run with 'octavo batch FILE'",
+    "/v1/moderations": "there is no moderation",
+    "/api/": "Ollama's API is not served; OpenAI's is, at /v1/chat/completions, and Anthropic's, at /v1/messages",
+    "/generate": "the address for text is /v1/completions",
+}
+
+
+def _nothing_at(path: str, paths: Sequence[str]) -> ApiError:
+    """The error for an address that does not exist: what this server has instead."""
+    hint = next((hint for begin, hint in _ELSEWHERE.items() if path.startswith(begin)), None)
+    if hint is None:
+        # With or without the version, which clients add to the base address or do not.
+        near = [known for known in (f"/v1{path}", path.removeprefix("/v1")) if known in paths]
+        near += difflib.get_close_matches(path, paths, n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]}?" if near else "/docs lists all addresses"
+    message = f"there is nothing at this address ({path[:100]}); {hint}"
+    return ApiError(404, message, code="unknown_address")
 
 
 def _param(message: str) -> str | None:
@@ -158,8 +189,7 @@ _PLAIN_NAMES = (
 
 
 def _http_error(error: HTTPException) -> ApiError:
-    messages = {404: "there is nothing at this address", 405: "this address does not take this method"}
-    message = messages.get(error.status_code) or str(error.detail)
+    message = "this address does not take this method" if error.status_code == 405 else str(error.detail)
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     return ApiError(error.status_code, message, kind=kind, headers=error.headers)
 

@@ -1,4 +1,4 @@
-"""The API keys of a server: from the file that an option names, and from the environment."""
+"""The API keys of a server: from an option, the file that another names, and the environment."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ logger = logging.getLogger("octavo")
 
 
 def read_api_keys(options: ServerOptions, environ: Mapping[str, str]) -> list[str]:
-    """API keys from the file and the environment; if there are none, requests need no key.
+    """API keys from the options, the file and the environment; if there are none, requests need no key.
 
     Raises:
         ConfigError: the file is unreadable or holds no key, or a key has characters that a header cannot carry.
     """
-    keys = names(environ.get(API_KEYS_VARIABLE))
+    keys = names(environ.get(API_KEYS_VARIABLE)) + names(options.api_key)
     path = options.api_key_file
     if path is not None:
         try:

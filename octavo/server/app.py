@@ -18,7 +18,13 @@ from octavo.server.chat_completions import create_chat_completion
 from octavo.server.docs_page import docs_page
 from octavo.server.large_bodies import BodyRoute
 from octavo.server.messages import message_routes as messages
-from octavo.server.messages.message_protocol import AnthropicError, MessageObject, TokenCount
+from octavo.server.messages.message_protocol import (
+    AnthropicError,
+    AnthropicModel,
+    AnthropicModelList,
+    MessageObject,
+    TokenCount,
+)
 from octavo.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestMiddleware
 from octavo.server.protocol import ChatCompletion, Completion
 from octavo.server.protocol_admin import (
@@ -26,6 +32,7 @@ from octavo.server.protocol_admin import (
     Detokenized,
     Error,
     Health,
+    Index,
     Model,
     ModelList,
     Sleeping,
@@ -43,6 +50,7 @@ _WITH_BODY = {
     404: "The model does not exist here.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
+    415: "The body's Content-Encoding is not known.",
     503: "The engine has died, the server shuts down, or the response took too long.",
 }
 _BUSY = {429: "The queue is full, or the client has taken its share; Retry-After gives the seconds to wait."}
@@ -91,16 +99,16 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
 def _add_openai_routes(app: FastAPI) -> None:
     _add(app, "POST", "/v1/completions", completions.create_completion, Completion, "OpenAI", stream=True)
     _add(app, "POST", "/v1/chat/completions", create_chat_completion, ChatCompletion, "OpenAI", stream=True)
-    _add(app, "GET", "/v1/models", operation.list_models, ModelList, "OpenAI")
+    _add(app, "GET", "/v1/models", operation.list_models, ModelList | AnthropicModelList, "OpenAI")
     _add(app, "POST", "/v1/responses", responses.create_response, ResponseObject, "OpenAI", stream=True)
     one = "/v1/responses/{response_id}"
     forgotten = {404: "The response is not known, or forgotten."}
     _add(app, "GET", one, responses.retrieve_response, ResponseObject, "OpenAI", errors=forgotten)
     _add(app, "DELETE", one, responses.delete_response, DeletedResponse, "OpenAI", errors=forgotten)
     # Hub ids contain a slash.
-    _add(
-        app, "GET", "/v1/models/{model:path}", operation.retrieve_model, Model, "OpenAI", errors={404: _WITH_BODY[404]}
-    )
+    unknown = {404: _WITH_BODY[404]}
+    path = "/v1/models/{model:path}"
+    _add(app, "GET", path, operation.retrieve_model, Model | AnthropicModel, "OpenAI", errors=unknown)
 
 
 def _add_anthropic_routes(app: FastAPI) -> None:
@@ -118,6 +126,7 @@ async def _docs(request: Request) -> HTMLResponse:
 def _add_other_routes(app: FastAPI) -> None:
     _add(app, "POST", "/tokenize", tokenization.tokenize, Tokenized, "Tokens")
     _add(app, "POST", "/detokenize", tokenization.detokenize, Detokenized, "Tokens")
+    _add(app, "GET", "/", operation.index, Index, "Server")
     _add(app, "GET", "/health", operation.health, Health, "Server", errors={503: _WITH_BODY[503]})
     _add(app, "GET", "/version", operation.version, Version, "Server")
     app.add_route("/docs", _docs, include_in_schema=False)
@@ -160,7 +169,7 @@ def _add(
     method: str,
     path: str,
     endpoint: Callable[..., Any],
-    response_model: type,
+    response_model: Any,
     tag: str,
     *,
     stream: bool = False,

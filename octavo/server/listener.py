@@ -50,7 +50,7 @@ class Acceptor:
         tls: ssl.SSLContext | None = None,
         handshake_timeout: float = 60.0,
     ) -> None:
-        """Takes over the bound socket. ``handshake_timeout``: seconds that the handshake of TLS may take."""
+        """Takes over the listening socket. ``handshake_timeout``: seconds that the handshake of TLS may take."""
         self._sock = sock
         self._make_protocol = make_protocol
         self._limit = limit
@@ -66,14 +66,9 @@ class Acceptor:
         #: Events that the log has not told of yet.
         self._untold = 0
 
-    def start(self, backlog: int) -> None:
-        """Listens; ``backlog``: connections that may wait to be accepted.
-
-        Raises:
-            OSError: another process listens at the address.
-        """
+    def start(self) -> None:
+        """Accepts connections."""
         self._sock.setblocking(False)
-        self._sock.listen(backlog)
         self._loop.add_reader(self._sock, self._accept)
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server import logging as server_logging
 from octavo.server.api_errors import ApiError, as_api_error
+from octavo.server.compressed_bodies import decompressed
 from octavo.server.metrics import Metrics
 
 #: Paths that need no key, as load balancers probe them; they reveal nothing about users.
@@ -45,7 +46,7 @@ class RequestMiddleware:
         request_id = wanted if _SAFE_ID.fullmatch(wanted) else server_logging.new_request_id()
         token = server_logging.request_id.set(request_id)
         scope.setdefault("state", {})["request_id"] = request_id
-        start = time.monotonic()
+        start, method_sent = time.monotonic(), scope["method"]
         status = 0  # remains 0 if the client disconnects before the response starts
 
         async def send_with_id(message: Message) -> None:
@@ -60,6 +61,8 @@ class RequestMiddleware:
         self._metrics.http_started()
         try:
             _check_framing(scope)
+            if method_sent == "HEAD":  # GET without the body, which the protocol leaves out
+                scope = {**scope, "method": "GET"}
             await self.app(scope, receive, send_with_id)
         except Exception as e:
             error = as_api_error(e)
@@ -71,7 +74,7 @@ class RequestMiddleware:
                 client = scope["client"][0] if scope.get("client") else None
                 seconds = time.monotonic() - start
                 fields = server_logging.log_fields(scope)
-                server_logging.log_access(scope["method"], scope["path"], status or 499, seconds, client, **fields)
+                server_logging.log_access(method_sent, scope["path"], status or 499, seconds, client, **fields)
             server_logging.request_id.reset(token)
 
 
@@ -90,7 +93,7 @@ def _check_framing(scope: Scope) -> None:
 
 
 class BodyLimitMiddleware:
-    """Middleware that reads bodies, bounded in size and in time."""
+    """Middleware that reads bodies, bounded in size (as sent, and decompressed) and in time."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout: float) -> None:
         """``timeout`` in seconds, for the whole body."""
@@ -113,6 +116,8 @@ class BodyLimitMiddleware:
             if length.isdecimal() and int(length[:20]) > self._max_bytes:
                 raise self._too_large()
             body = await self._read(receive)
+            if body and (encoding := headers.get("content-encoding")):
+                body = decompressed(body, encoding, self._max_bytes)
         except ApiError as e:
             await e.response(scope)(scope, receive, send)
             return

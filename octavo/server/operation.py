@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo import __version__
 from octavo.server.api_errors import ApiError
-from octavo.server.protocol_admin import Model, ModelList, Version
+from octavo.server.messages.message_protocol import AnthropicModel, AnthropicModelList
+from octavo.server.protocol_admin import Index, Model, ModelList, Version
 from octavo.server.service import ServedModel, Service, service_of
 
 
-async def list_models(request: Request) -> ModelList:
-    """The names that the model is served under, and its adapters."""
+async def index(request: Request) -> Index:
+    """What answers at this address."""
+    service = service_of(request)
+    return Index(name="Octavo", version=__version__, models=service.model_names, docs="/docs")
+
+
+async def list_models(request: Request) -> ModelList | AnthropicModelList:
+    """The names that the model is served under, and its adapters; in Anthropic's form for its clients."""
     service = service_of(request)
     models = [_model(service, ServedModel(name)) for name in service.model_names]
     models += [_model(service, ServedModel(adapter.name, adapter.request)) for adapter in service.llm.adapters]
-    return ModelList(object="list", data=models)
+    if not _is_of_anthropic(request):
+        return ModelList(object="list", data=models)
+    ids = [model.id for model in models]
+    data = [_of_anthropic(model) for model in models]
+    return AnthropicModelList(data=data, first_id=ids[0], last_id=ids[-1], has_more=False)
 
 
-async def retrieve_model(request: Request, model: str) -> Model:
-    """One name that the model is served under, or an adapter."""
+async def retrieve_model(request: Request, model: str) -> Model | AnthropicModel:
+    """One name that the model is served under, or an adapter; in Anthropic's form for its clients."""
     service = service_of(request)
-    return _model(service, await service.model(model))
+    named = _model(service, await service.model(model))
+    return _of_anthropic(named) if _is_of_anthropic(request) else named
+
+
+def _is_of_anthropic(request: Request) -> bool:
+    """Whether the client speaks Anthropic's API, whose routes for models have the same addresses as OpenAI's."""
+    return "anthropic-version" in request.headers
+
+
+def _of_anthropic(model: Model) -> AnthropicModel:
+    created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return AnthropicModel(type="model", id=model.id, display_name=model.id, created_at=created)
 
 
 async def health(request: Request) -> Response:

@@ -26,6 +26,15 @@ class DetokenizeRequest(RequestModel):
     tokens: list[Int] = Field(description="Token ids.")
 
 
+class Index(ResponseModel):
+    """A response of ``/``."""
+
+    name: Literal["Octavo"]
+    version: str
+    models: list[str]
+    docs: str
+
+
 class Model(ResponseModel):
     """A served model."""
 

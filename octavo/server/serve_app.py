@@ -21,6 +21,7 @@ from octavo.core.errors import ConfigError
 from octavo.core.server_options import API_KEYS_VARIABLE, ServerOptions
 from octavo.engine.garbage import IDLE_INTERVAL, IdleCollector, settle_collector
 from octavo.server.api_keys import read_api_keys
+from octavo.server.loading import answers_while_loading
 
 if TYPE_CHECKING:
     import uvicorn
@@ -122,7 +123,7 @@ def _allow_many_connections() -> None:
 
 @contextlib.contextmanager
 def listening_socket(options: ServerOptions) -> Iterator[socket.socket]:
-    """A socket bound to the address, not yet listening, so that a wrong address fails before a model is loaded.
+    """A socket that listens at the address, so that a wrong or taken one fails before a model is loaded.
 
     Raises:
         ConfigError: the address cannot be bound, or the TLS files are invalid.
@@ -144,6 +145,9 @@ def listening_socket(options: ServerOptions) -> Iterator[socket.socket]:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             sock.bind((options.host, options.port))
+            # Two sockets may be bound to one address, but only one listens: the other server is found before a model
+            # is loaded.
+            sock.listen(BACKLOG)
         except (OSError, OverflowError) as e:
             reason = getattr(e, "strerror", None) or e
             raise ConfigError(f"cannot listen on {options.host}:{options.port}: {reason}") from None
@@ -161,31 +165,36 @@ async def _serve(
 ) -> int:
     from octavo.engine.async_llm import AsyncLLM
 
-    started = asyncio.ensure_future(AsyncLLM.start(config, process))
+    async with answers_while_loading(sock, options):
+        started = asyncio.ensure_future(AsyncLLM.start(config, process))
+        try:
+            await asyncio.to_thread(_import_libraries)
+            llm = await started
+        except BaseException:
+            started.cancel()
+            raise
+        try:
+            lifecycle = await _lifecycle(llm, options, keys, options.model_names(config.model), writer, tracer)
+        except BaseException:
+            await llm.shutdown(0)
+            raise
     try:
-        await asyncio.to_thread(_import_libraries)
-        llm = await started
-    except BaseException:
-        started.cancel()
-        raise
-    try:
-        names = options.model_names(config.model)
-        return await _serve_engine(llm, options, keys, sock, names, writer, tracer)
+        return await lifecycle.run(sock)
     finally:
         await llm.shutdown(0)
         if tracer is not None:
             await asyncio.to_thread(tracer.shutdown)
 
 
-async def _serve_engine(
+async def _lifecycle(
     llm: AsyncLLM,
     options: ServerOptions,
     keys: list[str],
-    sock: socket.socket,
     names: list[str],
     writer: LineWriter,
     tracer: Tracer | None,
-) -> int:
+) -> _ServerLifecycle:
+    """The server of an engine that is ready."""
     from octavo.engine.stat_loggers import StatusLine
     from octavo.server.app import make_app
     from octavo.server.metrics import Metrics
@@ -201,7 +210,7 @@ async def _serve_engine(
         llm.stat_loggers.append(StatusLine())
     settle_collector()
     server = _make_server(make_app(service, keys), options, names)
-    return await _ServerLifecycle(service, server).run(sock)
+    return _ServerLifecycle(service, server)
 
 
 def _import_libraries() -> None:
@@ -240,7 +249,7 @@ def _make_server(app: Any, options: ServerOptions, names: list[str]) -> uvicorn.
                 tls=self.config.ssl,
                 handshake_timeout=options.header_timeout,
             )
-            self.acceptor.start(BACKLOG)
+            self.acceptor.start()
             logger.info("serving %s on %s", ", ".join(names), _url(sock, options))
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -290,11 +299,8 @@ class _ServerLifecycle:
             asyncio.ensure_future(self._stop_after_engine_death()),
             asyncio.ensure_future(self._collect_when_idle()),
         ]
-        where = _url(sock, self._service.options)
         try:
             await self._server.serve(sockets=[sock])
-        except OSError as e:  # another process bound the same address and listens already
-            raise ConfigError(f"cannot listen on {where}: {e.strerror or e}") from None
         finally:
             for watcher in watchers:
                 watcher.cancel()

@@ -15,6 +15,7 @@ TEXTS = {
     "host": "::1",
     "port": "9000",
     "served_model_name": "a,b",
+    "api_key": "a,b",
     "api_key_file": "/keys",
     "tls_cert": "/cert",
     "tls_key": "/key",

@@ -262,5 +262,6 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path: Path, capl
         assert read_api_keys(make_options(api_key_file=keys), {}) == ["a"]
     assert "every user" in caplog.text
     assert read_api_keys(make_options(api_key_file=keys), {"OCTAVO_API_KEYS": "b, c"}) == ["b", "c", "a"]
+    assert read_api_keys(make_options(api_key="d, e"), {}) == ["d", "e"]
     with pytest.raises(ConfigError, match="visible ASCII"):
         read_api_keys(make_options(), {"OCTAVO_API_KEYS": "ä"})

@@ -45,13 +45,14 @@ async def accepting(
     config.load()
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
+        sock.listen()
         acceptor = Acceptor(
             wrapped(sock),
             lambda: HttpProtocol(config, state, {}, header_timeout=header_timeout),
             limit=limit,
             limit_by_address=limit_by_address,
         )
-        acceptor.start(100)
+        acceptor.start()
         try:
             async with asyncio.timeout(PATIENCE):
                 yield sock.getsockname()[1]

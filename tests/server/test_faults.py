@@ -324,6 +324,8 @@ def test_a_full_disk_for_the_log_holds_up_nothing(serve: Serve, tiny_model: Path
     process = subprocess.Popen([*command, "--log-file", str(tmp_path / "log"), *TINY])
     try:
         server = Running(process, f"http://127.0.0.1:{port_of(process)}", tmp_path / "none")
+        with server.http() as http:
+            eventually(lambda: http.get("/health").status_code == 200)
         assert post(server, {"prompt": "a", "max_tokens": 2}).status_code == 200
         assert server.metric("octavo_log_lines_dropped_total") > 0
         assert server.stop() == 0

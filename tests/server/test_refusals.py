@@ -222,7 +222,7 @@ def test_a_request_that_is_not_http_is_refused(tiny_server: Running) -> None:
     for data in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"GET\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /nothing HTTP/9.9\r\n\r\n",
         b"\0" * 100_000,
     ):
         with socket.create_connection(tiny_server.address, timeout=PATIENCE) as connection:

@@ -140,7 +140,7 @@ def test_responses_to_generated_requests_conform_to_openapi(tiny_server: Running
     assert set(page["paths"]) == {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
         "/v1/responses", "/v1/responses/{response_id}", "/v1/messages", "/v1/messages/count_tokens",
-        "/health", "/version", "/metrics", "/reset_prefix_cache",
+        "/", "/health", "/version", "/metrics", "/reset_prefix_cache",
     }  # fmt: skip
     guide = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
     for path, route in page["paths"].items():

@@ -137,6 +137,24 @@ class TokenCount(ResponseModel):
     input_tokens: int
 
 
+class AnthropicModel(ResponseModel):
+    """A served model, as Anthropic's API describes one."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+
+
+class AnthropicModelList(ResponseModel):
+    """All names of the model."""
+
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class AnthropicErrorDetail(ResponseModel):
     """Description of an error."""
 

@@ -1,0 +1,86 @@
+"""A server that starts: it holds its address from the beginning and says how far it is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from octavo.core.server_options import ServerOptions
+from octavo.server.loading import answers_while_loading
+from octavo.server.serve_app import listening_socket
+
+PATIENCE = 120
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def test_every_request_is_answered_with_503_and_the_progress_while_the_model_loads() -> None:
+    options = ServerOptions(port=free_port())
+    url = f"http://127.0.0.1:{options.port}"
+
+    async def scenario() -> list[httpx.Response]:
+        with listening_socket(options) as sock:
+            async with answers_while_loading(sock, options), httpx.AsyncClient(base_url=url) as http:
+                logging.getLogger("octavo.loader").warning("loading weights: %d %%", 40)
+                body = {"messages": [{"role": "user", "content": "hi" * 100_000}]}
+                answers = [
+                    await http.get("/health"),
+                    await http.post("/v1/chat/completions", json=body),
+                    *await asyncio.gather(*(http.head("/") for _ in range(20))),
+                ]
+                # A client that says nothing holds nobody up.
+                _, writer = await asyncio.open_connection("127.0.0.1", options.port)
+                answers.append(await http.get("/health"))
+                writer.close()
+            # The socket still listens: a connection waits for the server.
+            sock.setblocking(False)
+            _, writer = await asyncio.open_connection("127.0.0.1", options.port)
+            connection, _ = await asyncio.get_running_loop().sock_accept(sock)
+            connection.close()
+            writer.close()
+            return answers
+
+    for answer in asyncio.run(scenario()):
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        if answer.request.method != "HEAD":
+            error = answer.json()["error"]
+            assert error["code"] == "loading" and "loading weights: 40 %" in error["message"]
+
+
+def test_a_server_answers_from_its_first_moment_and_its_address_is_taken_by_then(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    command: list[Any] = [sys.executable, "-m", "octavo", "serve", str(tiny_model), "--port", str(port)]
+    statuses: list[int] = []
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            second = None
+            end = time.monotonic() + PATIENCE
+            while 200 not in statuses and time.monotonic() < end:
+                try:
+                    statuses.append(httpx.get(f"http://127.0.0.1:{port}/health").status_code)
+                except httpx.TransportError:
+                    assert not statuses, "it answered before"
+                    time.sleep(0.01)
+                    continue
+                if second is None:
+                    second = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            assert statuses[0] == 503 and statuses[-1] == 200
+            assert second is not None
+            assert b"cannot listen" in second.communicate(timeout=PATIENCE)[1]
+        finally:
+            process.kill()
