@@ -42,7 +42,7 @@ def answer_form(
     """
     if calls is None or tools.choice == "none":
         return answer
-    if tools.choice in ("required", "named"):
+    if tools.must_call:
         return StructuredOutputsParams(grammar=_grammar(tools, calls, special, tools.callable).calls())
     if answer is None and not tools.strict:
         return None

@@ -75,7 +75,7 @@ def _calls(
         return None, None
     parser = service.formats.tool_parser(template.text, template.variables)
     form = None if parser is None else parser.call_format(template.text)
-    if form is None and tools.choice in ("required", "named"):
+    if form is None and tools.must_call:
         parser, form = Hermes, HERMES  # calls that have to be are written as a grammar is known for
     if parser is None and service.formats.finds_tools and body.parse_tool_calls is not False:
         raise unsupported(
@@ -88,7 +88,7 @@ def _calls(
 
 def _has_form(body: ChatCompletionRequest, tools: RequestTools) -> bool:
     """Whether the answer has to have a form."""
-    return tools.choice in ("required", "named") or bool(tools.strict) or read_form(body) is not None
+    return tools.must_call or bool(tools.strict) or read_form(body) is not None
 
 
 async def _before_form(

@@ -131,6 +131,7 @@ class Chat:
         tools = None
         if self._tool_parser is not None:
             tools = self._tool_parser(self._tools.callable, parallel=self._tools.parallel)
+            tools.calls_alone = self._tools.must_call
         if self._reasoning is None:
             return ChatParser(tools=tools)
         kind, state = self._reasoning
@@ -184,7 +185,7 @@ def _constrain(
 ) -> bool:
     """Gives the parameters the form of the answer; whether it is made of the schemas of tools."""
     if isinstance(params, BeamSearchParams):
-        if tools.choice in ("required", "named") or tools.strict:
+        if tools.must_call or tools.strict:
             message = "tools with use_beam_search must not be strict, and tool_choice must be none or auto"
             raise unsupported("tool_choice", message)
         return False

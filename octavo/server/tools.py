@@ -37,6 +37,11 @@ class RequestTools:
     #: Position of each function in the request.
     places: Mapping[str, int]
 
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be calls and nothing else."""
+        return self.choice in ("required", "named")
+
 
 def read_tools(
     tools: list[Tool] | None, tool_choice: str | ToolChoice | None = None, parallel_tool_calls: bool | None = None

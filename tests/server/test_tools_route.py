@@ -146,6 +146,32 @@ def test_a_call_that_max_tokens_cuts_says_so(client: OpenAI) -> None:
     assert name == "get_weather" and arguments.startswith("{")
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("cut", [1, 3, 7])
+def test_a_call_that_is_cut_before_its_arguments_is_no_text(client: OpenAI, choice: Any, cut: int) -> None:
+    answer = ask(client, tool_choice=choice, max_tokens=cut)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("", "length")
+    assert calls_of(answer) == []
+    assert summed(stream(client, tool_choice=choice, max_tokens=cut)) == (None, [], "length")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_that_is_cut_is_no_text_on_other_routes(http: httpx.Client, streams: bool) -> None:
+    given: dict[str, Any] = {"model": "demo", "stream": streams, "temperature": 0}
+    flat = {"type": "function", "name": "add", "parameters": SUM}
+    body = {**given, "input": "x", "tools": [flat], "tool_choice": "required", "max_output_tokens": 4}
+    text = http.post("/v1/responses", json=body).text
+    last = json.loads(text.rpartition("data: ")[2])["response"] if streams else json.loads(text)
+    assert (last["status"], last["incomplete_details"]["reason"]) == ("incomplete", "max_output_tokens")
+    assert [part["text"] for item in last["output"] for part in item["content"]] == [""]
+    assert "response.output_text.delta" not in text
+    anthropic = {"name": "add", "input_schema": SUM}
+    body = {**given, "messages": ASK, "tools": [anthropic], "tool_choice": {"type": "any"}, "max_tokens": 4}
+    text = http.post("/v1/messages", json=body).text
+    assert '"stop_reason":"max_tokens"' in text and "content_block" not in text
+    assert streams or json.loads(text)["content"] == []
+
+
 def test_only_allowed_tools_are_called(client: OpenAI) -> None:
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "add"}}]}
     calls = calls_of(ask(client, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}))

@@ -53,6 +53,8 @@ class ToolParser(ABC):
     def __init__(self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool = True) -> None:
         """``tools``: schemas of the parameters by name. Without ``parallel``, calls after the first are left out."""
         self.tools = tools
+        #: The text is held to be calls: what of it is in none is the beginning of one that was cut, and no content.
+        self.calls_alone = False
         self._parallel = parallel
         #: Text from the beginning of what was not given yet; where the coroutine reads, and where that begins.
         self._text = ""
@@ -109,7 +111,7 @@ class ToolParser(ABC):
         self._given = self._position
         if self._in_arguments:
             self.add_arguments(text)
-        elif text := self._without_edge(text):
+        elif not self.calls_alone and (text := self._without_edge(text)):
             self._after_call, self._has_content = False, True
             self._events.append(ContentDelta(text, self._passed + self._position))
         self._in_arguments = False
