@@ -41,6 +41,7 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
 class _PendingCompletion(PendingResponse):
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
+        self._sends_ids = bool(chat.body.return_token_ids)
         #: Of each choice that has begun; None: no logprobs are requested.
         self._trackers: dict[int, LogprobsTracker | None] = {}
 
@@ -49,21 +50,24 @@ class _PendingCompletion(PendingResponse):
         found = []
         for choice in choices:
             self._trackers[choice.index] = self._tracker(choice.output)
-            found.append(
-                ChatChoice(
-                    finish_reason=choice.finish_reason or "stop",
-                    index=choice.index,
-                    logprobs=self._logprobs(choice),
-                    message=_message(choice.events),
-                    stop_reason=choice.stop_reason,
-                )
+            whole = ChatChoice(
+                finish_reason=choice.finish_reason or "stop",
+                index=choice.index,
+                logprobs=self._logprobs(choice),
+                message=_message(choice.events),
+                stop_reason=choice.stop_reason,
             )
+            if self._sends_ids:
+                whole.token_ids = choice.completion.token_ids
+            found.append(whole)
         generation = self.chat.generation
         response = ChatCompletion(
             choices=found, object="chat.completion", usage=generation.usage(), **generation.response_fields()
         )
         if choices and choices[0].output.prompt_logprobs is not None:
             response.prompt_logprobs = make_prompt_logprobs(choices[0].output.prompt_logprobs)
+        if choices and self._sends_ids:
+            response.prompt_token_ids = choices[0].output.prompt_token_ids
         return response.encode()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -86,6 +90,8 @@ class _PendingCompletion(PendingResponse):
         first = self._chunk(choice, Delta(role="assistant", content=""))
         if choice.output.prompt_logprobs is not None and not self._trackers:
             first.prompt_logprobs = make_prompt_logprobs(choice.output.prompt_logprobs)
+        if self._sends_ids and not self._trackers:
+            first.prompt_token_ids = choice.output.prompt_token_ids
         self._trackers[choice.index] = self._tracker(choice.output)
         return first
 
@@ -93,11 +99,14 @@ class _PendingCompletion(PendingResponse):
         """Chunks of one choice: a chunk for each event, and the finish reason in a chunk of its own."""
         logprobs = self._logprobs(choice)
         deltas = [_delta(event) for event in choice.events]
-        if not deltas and logprobs is not None and logprobs.content:
+        ids = choice.completion.token_ids if self._sends_ids else []
+        if not deltas and ((logprobs is not None and logprobs.content) or ids):
             deltas = [Delta(content="")]
         found = [self._chunk(choice, delta) for delta in deltas]
         if found:
             found[0].choices[0].logprobs = logprobs
+        if found and self._sends_ids:
+            found[0].choices[0].token_ids = ids
         if choice.finish_reason is not None:
             last = self._chunk(choice, Delta())
             last.choices[0].finish_reason = choice.finish_reason
@@ -116,7 +125,7 @@ class _PendingCompletion(PendingResponse):
         if tracker is None or top is None:
             return None
         tokens = tracker.advance(choice.completion)
-        return make_chat_logprobs(self.chat.generation.service.llm.tokenizer, tokens, top)
+        return make_chat_logprobs(self.chat.generation.token_names, tokens, top)
 
     def _chunk(self, choice: ChoiceEvents, delta: Delta) -> ChatCompletionChunk:
         part = ChunkChoice(delta=delta, finish_reason=None, index=choice.index, logprobs=None)

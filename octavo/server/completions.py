@@ -69,6 +69,8 @@ class _PendingTexts(PendingResponse):
                 logprobs = self._logprobs(completion, tracker)
                 self._add_prompt(choice, logprobs, number, output)
                 choice.stop_reason = completion.stop_reason
+                if self.body.return_token_ids:
+                    choice.token_ids, choice.prompt_token_ids = completion.token_ids, output.prompt_token_ids
                 found.append(choice)
         return self._completion(found, usage=self.generation.usage()).encode()
 
@@ -100,13 +102,18 @@ class _PendingTexts(PendingResponse):
         """Chunks of one choice: the prompt if this is the first, new text, the finish reason in a chunk of its own."""
         logprobs = self._logprobs(completion, tracker)
         found = []
-        if fresh and (self.body.echo or output.prompt_logprobs is not None):
+        ids = bool(self.body.return_token_ids)
+        if fresh and (self.body.echo or output.prompt_logprobs is not None or ids):
             choice = self._choice(number, completion, None)
             self._add_prompt(choice, None, number, output)
+            if ids:
+                choice.prompt_token_ids, choice.token_ids = output.prompt_token_ids, []
             found.append(self._chunk(choice))
-        if completion.text or (logprobs is not None and logprobs.tokens):
+        if completion.text or (logprobs is not None and logprobs.tokens) or (ids and completion.token_ids):
             choice = self._choice(number, completion, None)
             choice.text = completion.text
+            if ids:
+                choice.token_ids = completion.token_ids
             choice.logprobs = logprobs
             found.append(self._chunk(choice))
         if completion.finished:
@@ -132,7 +139,7 @@ class _PendingTexts(PendingResponse):
     def _logprobs(self, completion: CompletionOutput, tracker: LogprobsTracker | None) -> CompletionLogprobs | None:
         if tracker is None:
             return None
-        return make_completion_logprobs(self.generation.service.llm.tokenizer, tracker.advance(completion))
+        return make_completion_logprobs(self.generation.token_names, tracker.advance(completion))
 
     def _add_prompt(
         self, choice: CompletionChoice, logprobs: CompletionLogprobs | None, number: int, output: RequestOutput
@@ -149,7 +156,7 @@ class _PendingTexts(PendingResponse):
             return
         tokenizer = self.generation.service.llm.tokenizer
         tokens = prompt_tokens(tokenizer, output.prompt_token_ids, output.prompt_logprobs, len(text))
-        choice.logprobs = make_completion_logprobs(tokenizer, tokens)
+        choice.logprobs = make_completion_logprobs(self.generation.token_names, tokens)
         if logprobs is not None:
             choice.logprobs.tokens += logprobs.tokens
             choice.logprobs.token_logprobs += logprobs.token_logprobs

@@ -23,7 +23,7 @@ from octavo.server.api_errors import ApiError, unsupported
 from octavo.server.cancellation import cancel_tasks
 from octavo.server.formats import form_error, renamed
 from octavo.server.logging import log_fields, log_prompt
-from octavo.server.logprobs import LogprobsTracker, TextLogprobs
+from octavo.server.logprobs import LogprobsTracker, TextLogprobs, TokenNames
 from octavo.server.metrics import RequestObserver
 from octavo.server.middleware import client_of
 from octavo.server.prompt_fields import TokenizedPrompt, truncated
@@ -118,6 +118,11 @@ class Generation:
     def choices(self, output: RequestOutput) -> list[CompletionOutput]:
         """The first ``n`` completions of an output; beam search returns its whole width."""
         return output.outputs[: self.n]
+
+    @property
+    def token_names(self) -> TokenNames:
+        """How logprobs name tokens."""
+        return TokenNames(self.service.llm.tokenizer, self.body.return_tokens_as_token_ids is True)
 
     def track(self, kind: type[T], output: RequestOutput, **options: Any) -> T:
         """What follows the tokens of a choice: a ``LogprobsTracker`` or a ``TextLogprobs``."""

@@ -25,6 +25,34 @@ class Token:
     logprobs: TokenLogprobs | None
 
 
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """How tokens are named in logprobs: by their text, or as ``token_id:ID``."""
+
+    tokenizer: Tokenizer
+    as_ids: bool = False
+
+    def of_completion(self, token_id: int) -> str:
+        """A token's text; for a part of a character its bytes, in OpenAI's notation."""
+        if self.as_ids:
+            return f"token_id:{token_id}"
+        data = self.tokenizer.token_bytes(token_id)
+        if not data:  # whole text, or no token of this tokenizer
+            return self.tokenizer.token_text(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def of_chat(self, token_id: int, logprob: float) -> TopLogprob:
+        """A token, its bytes and its logprob."""
+        text = self.tokenizer.token_text(token_id)
+        data = self.tokenizer.token_bytes(token_id)
+        plain = list(text.encode() if data is None else data)
+        name = f"token_id:{token_id}" if self.as_ids else text
+        return TopLogprob(token=name, bytes=plain, logprob=_finite(logprob))
+
+
 class _Tracker:
     """Follows the text of a completion's tokens."""
 
@@ -123,25 +151,24 @@ class TextLogprobs(_Tracker):
         return tokens
 
 
-def make_chat_logprobs(tokenizer: Tokenizer, tokens: list[Token], top: int) -> ChoiceLogprobs:
+def make_chat_logprobs(names: TokenNames, tokens: list[Token], top: int) -> ChoiceLogprobs:
     """Logprobs in the format of chat completions, with the ``top`` most likely tokens at each position."""
     content = []
     for token in tokens:
         known = token.logprobs or {}
-        own = _chat_token(tokenizer, token.token_id, known[token.token_id].logprob)
-        most_likely = [_chat_token(tokenizer, i, logprob) for i, logprob in _most_likely(token, top)]
+        own = names.of_chat(token.token_id, known[token.token_id].logprob)
+        most_likely = [names.of_chat(i, logprob) for i, logprob in _most_likely(token, top)]
         content.append(TokenLogprob(token=own.token, bytes=own.bytes, logprob=own.logprob, top_logprobs=most_likely))
     return ChoiceLogprobs(content=content, refusal=None)
 
 
-def make_completion_logprobs(tokenizer: Tokenizer, tokens: list[Token]) -> CompletionLogprobs:
+def make_completion_logprobs(names: TokenNames, tokens: list[Token]) -> CompletionLogprobs:
     """Logprobs in the format of completions."""
-    names = [_name(tokenizer, token.token_id) for token in tokens]
     return CompletionLogprobs(
         text_offset=[token.offset for token in tokens],
         token_logprobs=[_finite(t.logprobs[t.token_id].logprob) if t.logprobs else None for t in tokens],
-        tokens=names,
-        top_logprobs=[_by_name(tokenizer, token.logprobs) for token in tokens],
+        tokens=[names.of_completion(token.token_id) for token in tokens],
+        top_logprobs=[_by_name(names, token.logprobs) for token in tokens],
     )
 
 
@@ -176,31 +203,14 @@ def _most_likely(token: Token, top: int) -> list[tuple[int, float]]:
     return [(i, p.logprob) for i, p in sorted(known.items(), key=lambda item: (-item[1].logprob, item[1].rank))]
 
 
-def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> TopLogprob:
-    text = tokenizer.token_text(token_id)
-    data = tokenizer.token_bytes(token_id)
-    return TopLogprob(token=text, bytes=list(text.encode() if data is None else data), logprob=_finite(logprob))
-
-
-def _by_name(tokenizer: Tokenizer, known: TokenLogprobs | None) -> dict[str, float] | None:
+def _by_name(names: TokenNames, known: TokenLogprobs | None) -> dict[str, float] | None:
     if known is None:
         return None
     named: dict[str, float] = {}
     for token_id, p in known.items():
         # Different tokens may have the same text; the generated one comes first.
-        named.setdefault(_name(tokenizer, token_id), _finite(p.logprob))
+        named.setdefault(names.of_completion(token_id), _finite(p.logprob))
     return named
-
-
-def _name(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text; for a part of a character its bytes, in OpenAI's notation."""
-    data = tokenizer.token_bytes(token_id)
-    if not data:  # whole text, or no token of this tokenizer
-        return tokenizer.token_text(token_id)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _finite(logprob: float) -> float:

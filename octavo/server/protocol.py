@@ -48,6 +48,8 @@ class GenerationRequest(SamplingFields, FormFields, OpenAIFields):
         None, description="Arguments of the logits processors that the server was started with, by name."
     )
     prompt_logprobs: Int | None = Field(None, description="Logprobs of the prompt's tokens, with so many likeliest.")
+    return_token_ids: bool | None = Field(None, description="Send the token ids of the prompt and of each choice.")
+    return_tokens_as_token_ids: bool | None = Field(None, description='Logprobs name tokens as "token_id:ID".')
     use_beam_search: bool | None = Field(None, description="Beam search of width best_of (or n).")
     length_penalty: float | None = Field(None, description="Beam search: above 0 favours long answers (default 1).")
     early_stopping: bool | Literal["never"] | None = Field(None, description="Beam search: when to end.")
@@ -212,6 +214,8 @@ class CompletionChoice(ResponseModel):
     text: str
     stop_reason: StopReason = Field(None, description="The stop text or stop token id that ended it.")
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(ResponseModel):
@@ -266,6 +270,7 @@ class ChatChoice(ResponseModel):
     logprobs: ChoiceLogprobs | None
     message: Message
     stop_reason: StopReason = Field(None, description="The stop text or stop token id that ended it.")
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(ResponseModel):
@@ -279,6 +284,7 @@ class ChatCompletion(ResponseModel):
     system_fingerprint: str
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Delta(ResponseModel):
@@ -299,6 +305,7 @@ class ChunkChoice(ResponseModel):
     index: int
     logprobs: ChoiceLogprobs | None
     stop_reason: StopReason = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(ResponseModel):
@@ -312,3 +319,4 @@ class ChatCompletionChunk(ResponseModel):
     system_fingerprint: str
     usage: Usage | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None

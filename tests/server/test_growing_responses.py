@@ -29,7 +29,7 @@ from octavo.server.chat_output import (
     collect,
 )
 from octavo.server.chat_parser import ChatParser
-from octavo.server.logprobs import TextLogprobs, make_chat_logprobs
+from octavo.server.logprobs import TextLogprobs, TokenNames, make_chat_logprobs
 from octavo.server.messages.message_events import GrowingMessage
 from octavo.server.messages.message_protocol import MessageObject, MessageUsage
 from octavo.server.messages.message_protocol import MessageTokensDetails as ThinkingDetails
@@ -261,7 +261,7 @@ def grown(
         begun().response,
         {},
         logprobs := TextLogprobs(tokenizer, [], skip_special_tokens=True),
-        lambda tokens: make_chat_logprobs(tokenizer, tokens, 0).content,
+        lambda tokens: make_chat_logprobs(TokenNames(tokenizer), tokens, 0).content,
     )
     stream, certain, given, begin, events = TextStream(tokenizer, []), 0, 0, 0, growing.begin()
     for end in ends:

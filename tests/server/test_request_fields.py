@@ -85,6 +85,8 @@ TABLE: dict[str, tuple[str, str, Any] | tuple[str, str, Any, Any]] = {
     "bad_words": (WORKS, WORKS, ["a"]),
     "allowed_token_ids": (WORKS, WORKS, [65]),
     "prompt_logprobs": (WORKS, WORKS, 1),
+    "return_token_ids": (WORKS, WORKS, True),
+    "return_tokens_as_token_ids": (WORKS, WORKS, True),
     "use_beam_search": (WORKS, WORKS, False),
     "length_penalty": (WORKS, WORKS, None),
     "early_stopping": (WORKS, WORKS, None),
@@ -113,8 +115,7 @@ TABLE |= {
     for name, value, *accepted in (
         # vLLM
         ("lora_request", {"lora_name": "a"}), ("logits_processors", ["a.b"], []),
-        ("logit_processors", ["a.b"], []), ("return_tokens_as_token_ids", True, False),
-        ("return_token_ids", True, False), ("kv_transfer_params", {}),
+        ("logit_processors", ["a.b"], []), ("kv_transfer_params", {}),
         ("prompt_embeds", "AAAA"), ("mm_processor_kwargs", {"a": 1}, {}), ("media_io_kwargs", {"a": {}}, {}),
         ("thinking_token_budget", 5), ("repetition_detection", {"a": 1}),
         ("logprob_token_ids", [1]),

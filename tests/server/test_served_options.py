@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.server.running_server import TINY, Running, running
@@ -127,3 +128,53 @@ def test_a_prompt_that_takes_several_steps_is_echoed_with_all_its_logprobs(serve
     assert "".join(texts(chunks)) == whole["text"]
     offsets = [o for c in chunks for o in (c["choices"][0]["logprobs"] or {"text_offset": []})["text_offset"]]
     assert offsets == whole["logprobs"]["text_offset"]
+
+
+# Token ids -----------------------------------------------------------------------------------------------------------
+
+
+def events_of(http: httpx.Client, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    lines = http.post(route, json={**body, "stream": True}).text.split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT])
+def test_token_ids_come_with_the_answer_whole_and_streamed(tiny_server: Running, route: str) -> None:
+    prompt = {"messages": [{"role": "user", "content": "hi"}]} if route == CHAT else {"prompt": "hi"}
+    body = {**prompt, "max_tokens": 12, "temperature": 1, "seed": 5, "ignore_eos": True, "n": 2}
+    with tiny_server.http() as http:
+        plain = http.post(route, json=body).json()
+        assert "token_ids" not in plain["choices"][0]
+        answer = http.post(route, json={**body, "return_token_ids": True}).json()
+        shown = http.post("/tokenize", json=prompt).json()["tokens"]
+        prompts = [answer["prompt_token_ids"]] if route == CHAT else [c["prompt_token_ids"] for c in answer["choices"]]
+        assert all(ids == shown for ids in prompts)
+        for choice in answer["choices"]:
+            text = choice["message"]["content"] if route == CHAT else choice["text"]
+            assert len(choice["token_ids"]) == 12
+            assert http.post("/detokenize", json={"tokens": choice["token_ids"]}).json()["prompt"].startswith(text[:4])
+        chunks = events_of(http, route, {**body, "return_token_ids": True})
+        streamed: dict[int, list[int]] = {0: [], 1: []}
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                streamed[choice["index"]] += choice.get("token_ids") or []
+        assert streamed == {choice["index"]: choice["token_ids"] for choice in answer["choices"]}
+        first = chunks[0] if route == CHAT else chunks[0]["choices"][0]
+        assert first["prompt_token_ids"] == shown
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT])
+def test_logprobs_name_tokens_by_their_ids(tiny_server: Running, route: str) -> None:
+    prompt = {"messages": [{"role": "user", "content": "hi"}]} if route == CHAT else {"prompt": "hi"}
+    logprobs = {"logprobs": True, "top_logprobs": 1} if route == CHAT else {"logprobs": 1}
+    body = {**prompt, **logprobs, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with tiny_server.http() as http:
+        [choice] = http.post(route, json={**body, "return_tokens_as_token_ids": True}).json()["choices"]
+    names = [f"token_id:{token}" for token in choice["token_ids"]]
+    if route == CHAT:
+        content = choice["logprobs"]["content"]
+        assert [entry["token"] for entry in content] == names
+        assert [entry["top_logprobs"][0]["token"] for entry in content] == names
+    else:
+        assert choice["logprobs"]["tokens"] == names
+        assert [next(iter(top)) for top in choice["logprobs"]["top_logprobs"]] == names

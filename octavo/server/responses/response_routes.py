@@ -166,7 +166,7 @@ class _PendingResponse(PendingChat):
         self.service.responses.put(response.id, stored)
 
     def _shown(self, tokens: list[Token]) -> list[TokenLogprob]:
-        return make_chat_logprobs(self.service.llm.tokenizer, tokens, self.chat.top_logprobs or 0).content
+        return make_chat_logprobs(self.chat.generation.token_names, tokens, self.chat.top_logprobs or 0).content
 
     def _usage(self) -> ResponseUsage:
         usage = self.chat.generation.usage()
