@@ -86,7 +86,9 @@ class Call(msgspec.Struct, tag=True, array_like=True):
     """Asks for a ``Reply``."""
 
     call_id: int
-    method: Literal["stats", "reset_prefix_cache", "sleep", "wake_up", "pin_adapter", "unpin_adapter", "collective_rpc"]
+    method: Literal[
+        "stats", "reset_prefix_cache", "pause", "sleep", "wake_up", "pin_adapter", "unpin_adapter", "collective_rpc"
+    ]
     args: list[Any] = []
 
 

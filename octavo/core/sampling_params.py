@@ -100,7 +100,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     #: No end-of-sequence (also with ``ignore_eos``) and no stop token before this many generated tokens.
     min_tokens: int = 0
     #: Number of most likely tokens whose logprobs are returned at each position beside the chosen one's; at most the
-    #: engine's ``max_logprobs``.
+    #: engine's ``max_logprobs``. -1: the whole vocabulary.
     logprobs: int | None = None
     #: The same for each prompt token.
     prompt_logprobs: int | None = None
@@ -179,7 +179,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                check_integer(name, value, 0, None)  # at most max_logprobs, an option of the engine
+                check_integer(name, value, -1, None)  # at most max_logprobs, an option of the engine
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be True or False, not {getattr(self, name)!r}")

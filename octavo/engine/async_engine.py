@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -77,6 +77,10 @@ class AsyncEngine:
         self.died = asyncio.Event()
         #: While the engine sleeps, requests are refused.
         self.is_sleeping = False
+        #: Not set while generation is paused: requests wait for it.
+        self._accepts = asyncio.Event()
+        self._accepts.set()
+        self._end: Awaitable[None] | None = None
         self._loading = asyncio.Lock()
         self._loaded = False
         self._streams: dict[str, RequestStream] = {}
@@ -221,7 +225,11 @@ class AsyncEngine:
             raise InvalidRequestError("a request is given as request_id, prompt, parameters, in this order")
         if not self._loaded:
             await self.ready()
-        prompt, options, adapter = await self.front_end.prepare(prompt, params, options)
+        prepared = False
+        while not prepared:
+            await self._accepts.wait()
+            prompt, options, adapter = await self.front_end.prepare(prompt, params, options)
+            prepared = self._accepts.is_set()
         # Nothing is awaited below: the adapter stays loaded until the request counts as its user.
         self._check_accepts("a request")
         return self._send(self.front_end.add(request_id, prompt, params, options, adapter, kind))
@@ -258,6 +266,9 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its stream gives its last output. Nothing happens if it is not open."""
+        self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
         request = self.front_end.outputs.abort(request_id) if self._loaded else None
         if request is not None:
             self._replicas.send(request.group_id, Abort(request.group_id))
@@ -314,6 +325,7 @@ class AsyncEngine:
     def _die(self, error: OctavoError) -> None:
         """The core has died: every open request fails."""
         self._error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+        self._accepts.set()
         logger.critical("%s", self._error)
         for stream in list(self._streams.values()):
             self.front_end.outputs.discard(stream.request)
@@ -346,17 +358,45 @@ class AsyncEngine:
         """Prompt tokens of these requests."""
         return self._queued.tokens
 
-    async def shutdown(self, timeout: float = 0.0) -> None:
-        """Refuses new requests, gives open ones ``timeout`` seconds to finish, aborts the rest and ends the core."""
+    def shutdown(self, timeout: float = 0.0) -> Awaitable[None]:
+        """Refuses new requests, gives open ones ``timeout`` seconds to finish, aborts the rest and ends the core.
+
+        It begins at once, also if it is not awaited: that waits for its end. Where no event loop runs any more, the
+        core is killed.
+        """
         self._error = self._error or EngineDeadError("the engine has been shut down")
+        self._accepts.set()
+        try:
+            task = self._end = asyncio.get_running_loop().create_task(self._shut_down(timeout))
+        except RuntimeError:
+            self._end_now()
+            return _Ended()
+        task.add_done_callback(lambda task: self._end_now() if task.cancelled() else None)  # as the loop ends
+        return task
+
+    def _end_now(self) -> None:
+        if self._loaded:
+            self._replicas.end()
+
+    def _abort_all(self) -> None:
+        for request_id in list(self._streams):
+            self._abort(request_id)
+
+    async def _shut_down(self, timeout: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._nothing_open.wait()
-        for request_id in list(self._streams):
-            await self.abort(request_id)
+        self._abort_all()
         async with self._loading:  # a core that is loading is not left behind
             if self._loaded:
                 await self._replicas.close()
+
+
+class _Ended:
+    """Awaited, it gives None at once; unlike a coroutine it need not be awaited."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()
 
 
 def _parts(outputs: EngineCoreOutputs) -> Iterator[EngineCoreOutputs]:

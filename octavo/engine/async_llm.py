@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from octavo.core.adapters import LoRARequest
-from octavo.core.errors import EngineStateError, OctavoError
+from octavo.core.errors import ConfigError, EngineStateError, OctavoError
 from octavo.core.messages import Unpin
 from octavo.core.prompts import Prompt
 from octavo.core.stats import SchedulerStats, sum_stats
@@ -15,6 +15,9 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.shared_prefixes import SharedPrefix, request_id_of
 from octavo.engine.tokenizer import Tokenizer
 from octavo.executor.worker import function_name
+
+#: What becomes of open requests, see ``AsyncLLM.pause_generation``.
+PauseMode = Literal["abort", "wait", "keep"]
 
 
 class AsyncLLM(AsyncEngine):
@@ -120,11 +123,50 @@ class AsyncLLM(AsyncEngine):
         answers = await self._replicas.call("collective_rpc", list, name, list(args), dict(kwargs or {}), timeout)
         return [answer for replica in answers for answer in replica]
 
-    async def reset_prefix_cache(self) -> None:
-        """Forgets the contents of all blocks that requests to come could share."""
+    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Stops between two steps until ``resume_generation``, for which new requests wait: to change the weights.
+
+        Args:
+            mode: open requests are aborted ("abort"), end before this returns ("wait"), or go on when it resumes
+                ("keep").
+            clear_cache: the prefix cache is reset. It stays with "keep", as what is kept goes on in it;
+                ``reset_prefix_cache(reset_running_requests=True)`` resets both.
+
+        Raises:
+            ConfigError: there is no such mode.
+        """
+        if mode not in get_args(PauseMode):
+            raise ConfigError(f"mode must be {', '.join(get_args(PauseMode))}, not {mode!r}")
         await self.ready()
-        await self._replicas.call("reset_prefix_cache", type(None))
+        self._accepts.clear()
+        if mode == "keep" and self.num_open:
+            self._replicas.paused = True
+            await self._replicas.call("pause", type(None), True)
+        if mode == "keep":
+            return
+        if mode == "abort":
+            self._abort_all()
+        await self._nothing_open.wait()
+        if clear_cache:
+            await self.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        """Goes on after ``pause_generation``; nothing happens if it is not paused."""
+        await self.ready()
+        await self._replicas.call("pause", type(None), False)
+        self._replicas.paused = False
+        self._accepts.set()
+
+    async def is_paused(self) -> bool:
+        """Whether new requests wait for ``resume_generation``."""
+        return not self._accepts.is_set()
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """As ``LLM.reset_prefix_cache``."""
+        await self.ready()
+        await self._replicas.call("reset_prefix_cache", type(None), reset_running_requests)
         self._replicas.router.forget_prefixes()
+        return True
 
     async def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
         """As ``LLM.add_shared_prefix``, beside the requests that run.
@@ -173,14 +215,19 @@ class AsyncLLM(AsyncEngine):
             self.is_sleeping = False
             raise
 
-    async def wake_up(self) -> None:
-        """Restores weights, KV cache, pins of adapters and shared prefixes; nothing happens if it is not sleeping."""
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Restores weights, KV cache, pins of adapters and shared prefixes; see ``LLM.wake_up`` for ``tags``.
+
+        Raises:
+            ConfigError: there is no such tag.
+        """
         await self.ready()
-        await self._replicas.call("wake_up", type(None))
-        was_sleeping, self.is_sleeping = self.is_sleeping, False
-        if was_sleeping:
+        awake = all(await self._replicas.call("wake_up", bool, tags))
+        was_sleeping, self.is_sleeping = self.is_sleeping, not awake
+        if was_sleeping and awake:
             for adapter in self.adapters:
                 if adapter.pinned:
                     await self._replicas.call("pin_adapter", type(None), adapter.ref)
             for prefix in self.front_end.prefixes:
                 await self._compute_prefix(prefix)
+        return awake

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from octavo.scheduler.scheduler import Scheduler
 from octavo.speculation.speculator import make_speculator
 
 logger = logging.getLogger("octavo")
+#: What ``wake_up`` brings back.
+SLEEPING_PARTS = ("weights", "kv_cache")
 #: Of its own, so that a command can leave these lines out.
 startup_logger = logging.getLogger("octavo.startup")
 
@@ -182,10 +185,17 @@ class EngineCore(StepLoop):
         self.blocks.reset_prefix_cache()
         self.is_sleeping = True
 
-    def wake_up(self) -> None:
-        """Restores weights and KV cache; nothing happens if it is not sleeping."""
-        self.executor.collective_rpc("wake_up")
-        self.is_sleeping = False
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Restores weights and KV cache, or those of them in ``tags``; whether both are there.
+
+        Raises:
+            ConfigError: there is no such tag.
+        """
+        if unknown := set(tags or ()) - set(SLEEPING_PARTS):
+            raise ConfigError(f"tags of wake_up must be of {', '.join(SLEEPING_PARTS)}, not {', '.join(unknown)}")
+        parts = [*SLEEPING_PARTS] if tags is None else [*tags]
+        self.is_sleeping = not all(self.executor.collective_rpc("wake_up", [parts]))
+        return not self.is_sleeping
 
     def shutdown(self) -> None:
         """Ends the workers: nothing can be computed any more. Also done when the core is dropped."""

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -144,6 +145,8 @@ class CoreClient:
         self._in.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES_FROM_CORE)
         self._in.setsockopt(zmq.RCVHWM, MAX_WAITING_STEPS)
         self._in.bind(f"ipc://{process.folder / FROM_CORE}")
+        # Where nobody closes the client: the context's end waits for that of its sockets.
+        weakref.finalize(self, self._out.close)
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._call_ids = itertools.count()
@@ -205,6 +208,8 @@ class CoreClient:
         except Exception as e:
             logger.exception("the front end failed at a message of the engine's process")
             self._die(EngineDeadError(f"the front end failed: {type(e).__name__}: {e}"))
+        finally:
+            self._in.close()
 
     async def _process_message(self, message: FromCore) -> None:
         match message:
@@ -268,6 +273,12 @@ class CoreClient:
                 async with asyncio.timeout(_END_TIMEOUT):
                     await self._ended.wait()
         await self.kill()
+
+    def end(self) -> None:
+        """Kills the core, without waiting for its end, and removes its sockets."""
+        self._closing = True
+        self._process.end()
+        self._process.remove_folder()
 
     async def kill(self) -> None:
         """Ends the core at once and removes its sockets."""

@@ -126,18 +126,26 @@ class CoreLoop:
         self._outbox = outbox
         self._meter = StepMeter(core, core.replica)
         self._collector = IdleCollector()
+        self._paused = False
         #: While there is nothing to do, seconds between two looks at workers in other processes.
         self._health_interval = None if core.executor.in_process else HEALTH_INTERVAL
 
     def run(self) -> None:
         """Runs until ``Shutdown``."""
         while self._receive_messages():
-            if self._core.scheduler.has_work:
+            if self._has_step:
                 self._outbox.send(StepDone(*self._meter.step()))
+
+    @property
+    def _has_step(self) -> bool:
+        return self._core.scheduler.has_work and not self._paused
+
+    def _pause(self, paused: bool) -> None:
+        self._paused = paused
 
     def _receive_messages(self) -> bool:
         """Handles the messages that have arrived; waits for one if there is no work. False: shut down."""
-        busy = self._core.scheduler.has_work
+        busy = self._has_step
         if not busy and not self._inbox.wait(0):
             self._collector.collect()
         while not busy and not self._inbox.wait(self._health_interval):
@@ -165,7 +173,8 @@ class CoreLoop:
         try:
             methods: dict[str, Callable[..., Any]] = {
                 "stats": self._core.scheduler.stats,
-                "reset_prefix_cache": self._core.blocks.reset_prefix_cache,
+                "reset_prefix_cache": self._core.scheduler.reset_prefix_cache,
+                "pause": self._pause,
                 "sleep": self._core.sleep,
                 "wake_up": self._core.wake_up,
                 "pin_adapter": lambda ref: self._core.pin_adapter(msgspec.convert(ref, AdapterRef)),

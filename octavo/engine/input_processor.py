@@ -135,6 +135,10 @@ class InputProcessor:
             self.tokenizer.check_can_decode()
             self._unseeded += 1  # the seed of the next request does not depend on the task of this one
             return Beam(params, [] if params.ignore_eos else list(self.eos_token_ids))
+        if -1 in (params.logprobs, params.prompt_logprobs):
+            named = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
+            whole = {name: self.vocab_size for name, count in named.items() if count == -1}
+            params = msgspec.structs.replace(params, **whole)
         self._check_params(params)
         bad_words = [ids for word in params.bad_words or () for ids in self.tokenizer.bad_word_ids(word)]
         stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(self.eos_token_ids))

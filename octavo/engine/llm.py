@@ -186,7 +186,7 @@ class LLM(LLMEngine):
         check_request_keywords("chat", keywords)
         single = _is_single("messages", messages, dict, "a text, messages or a list of conversations")
         conversations = [cast("Conversation", messages)] if single else list(cast("Sequence[Conversation]", messages))
-        options = {
+        options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tools": tools,
@@ -196,8 +196,9 @@ class LLM(LLMEngine):
         rendered: list[tuple[Prompt, OctavoError | None]] = []
         for conversation in conversations:
             try:
-                ids = self.tokenizer.encode_chat(_as_messages(conversation), **options, **variables)
-                rendered.append((ids, None))
+                text = self.tokenizer.apply_chat_template(_as_messages(conversation), **options, **variables)
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                rendered.append(({"prompt": text, "prompt_token_ids": ids}, None))
             except InvalidRequestError as e:
                 rendered.append(([], e))
         each = options_for_each("chat", keywords, len(rendered))

@@ -190,9 +190,13 @@ class LLMEngine:
         return self.core.executor.collective_rpc(method, args, kwargs, timeout)
 
     @holding_interrupts
-    def reset_prefix_cache(self) -> bool:
-        """Forgets the contents of all blocks that requests to come could share; true, as it always succeeds."""
-        self.core.blocks.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forgets the contents of all blocks that requests to come could share; true, as it always succeeds.
+
+        ``reset_running_requests``: open requests compute their tokens so far again, as after a change of the weights.
+        Shared prefixes stay.
+        """
+        self.core.scheduler.reset_prefix_cache(reset_running_requests)
         return True
 
     def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
@@ -269,17 +273,24 @@ class LLMEngine:
         """Whether requests are refused until ``wake_up``."""
         return self.core.is_sleeping
 
-    def wake_up(self) -> None:
-        """Restores weights, KV cache, pins of adapters and shared prefixes; nothing happens if it is not sleeping."""
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Restores weights, KV cache, pins of adapters and shared prefixes; nothing happens if it is not sleeping.
+
+        ``tags``: of "weights" and "kv_cache", what to restore now; it sleeps until both are. Whether it is awake.
+
+        Raises:
+            ConfigError: there is no such tag.
+        """
         was_sleeping = self.core.is_sleeping
         with HeldInterrupts() as interrupts:
-            self.core.wake_up()
-            if was_sleeping:
+            awake = self.core.wake_up(tags)
+            if was_sleeping and awake:
                 for adapter in self.adapters:
                     if adapter.pinned:
                         self.core.pin_adapter(adapter.ref)
                 for prefix in self.front_end.prefixes:
                     self._compute_prefix(prefix, interrupts)
+        return awake
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do."""

@@ -58,6 +58,8 @@ class Replicas:
         self._cores = [_Core(CoreClient(process)) for process in processes]
         self._open: dict[int, _Open] = {}
         self._watchdog: asyncio.Task[None] | None = None
+        #: No core does a step although it has requests.
+        self.paused = False
         #: Called with each step of a core, and awaited before its next message is looked at.
         self.on_step: Callable[[StepDone], Awaitable[None]] = _ignore
         #: Called with requests that were lost with a core.
@@ -178,7 +180,7 @@ class Replicas:
         while True:
             await asyncio.sleep(step_timeout / 10)
             for number, core in enumerate(self._cores):
-                if not core.open or seen[number] != core.num_steps:
+                if not core.open or self.paused or seen[number] != core.num_steps:
                     seen[number], quiet[number] = core.num_steps if core.open else -1, 0.0
                     continue
                 quiet[number] += step_timeout / 10
@@ -191,6 +193,11 @@ class Replicas:
         if self._watchdog is not None:
             self._watchdog.cancel()
         await asyncio.gather(*(core.client.close() for core in self._cores))
+
+    def end(self) -> None:
+        """Ends all cores at once, without waiting for their end, where there is no event loop."""
+        for core in self._cores:
+            core.client.end()
 
     async def kill(self) -> None:
         """Ends all cores at once."""

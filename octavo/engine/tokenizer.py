@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import tokenizers
 
@@ -13,6 +13,7 @@ from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.engine.chat_template import choose_template, load_chat_templates, read_chat_template, render_chat
 from octavo.engine.fill_in_middle import find_fill_in_middle, no_fill_in_middle
 from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
+from octavo.engine.tokenizer_calls import Encoding, TokenizerCalls, encoding_of
 from octavo.loader.tokenizer_backend import complete_backend, load_backend, named_tokens
 from octavo.loader.tokenizer_files import tokenizer_files
 from octavo.models.config_files import check_architecture
@@ -57,7 +58,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
     return Tokenizer(backend, config, templates)
 
 
-class Tokenizer:
+class Tokenizer(TokenizerCalls):
     """A tokenizer with its special tokens and chat templates. It never changes, so threads may share it."""
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], templates: Mapping[str, str]) -> None:
@@ -161,6 +162,16 @@ class Tokenizer:
             self._bytes[token_id] = b"" if token is None else convert(token)
         return self._bytes[token_id]
 
+    @overload
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], /, *, tokenize: Literal[False] = False, **options: Any
+    ) -> str: ...
+
+    @overload
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], /, *, tokenize: Literal[True], **options: Any
+    ) -> list[int] | Encoding: ...
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -168,21 +179,24 @@ class Tokenizer:
         *,
         chat_template: str | None = None,
         tokenize: bool = False,
+        return_dict: bool = False,
         **options: Any,
-    ) -> str:
-        """The prompt for a conversation.
+    ) -> str | list[int] | Encoding:
+        """The prompt for a conversation: its text, or with ``tokenize`` its token ids.
 
         Args:
             messages: the conversation.
             chat_template: a name among the model's templates or a template's text; None for the model's own.
-            tokenize: of transformers; false here, as ``encode_chat`` gives token ids.
+            tokenize: the result is that of ``encode_chat``.
+            return_dict: with it, that as ``input_ids`` of an ``Encoding``.
             options: keywords of ``octavo.engine.chat_template.render_chat``, such as ``tools``.
 
         Raises:
             InvalidRequestError: as for ``render_chat``.
         """
         if tokenize:
-            raise InvalidRequestError("tokenize must be False: apply_chat_template gives text, encode_chat token ids")
+            ids = self.encode_chat(messages, chat_template=chat_template, **options)
+            return encoding_of(ids) if return_dict else ids
         template = choose_template(self.chat_templates, chat_template, has_tools=options.get("tools") is not None)
         return render_chat(template, messages, **{**self.named_tokens, **options})
 
@@ -256,7 +270,7 @@ class NoTokenizer(Tokenizer):
         """Refuses."""
         return [self.encode(text) for text in texts]
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> NoReturn:
         """Refuses."""
         raise self._refusal("a conversation cannot be made into tokens: give the prompt as token ids")
 

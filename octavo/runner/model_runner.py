@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -109,6 +110,7 @@ class ModelRunner:
             self._forward = _refuse_while_sleeping
             if self._drafter is not None:
                 self._drafter.release()
+        if self._cache.device:
             self._cache.release()
             freed += sum(self._cache_bytes)
         try:
@@ -120,19 +122,24 @@ class ModelRunner:
         return freed
 
     @torch.inference_mode()
-    def wake_up(self) -> None:
-        """Restores weights and KV cache; nothing happens if it is not sleeping. If it fails it can be repeated.
+    def wake_up(self, parts: Sequence[str] = ("weights", "kv_cache")) -> bool:
+        """Restores these parts; whether all are there now, so that it is awake. If it fails it can be repeated.
 
         Raises:
             WeightError: after level 2, the checkpoint cannot be read any more.
         """
         if self._forward is not _refuse_while_sleeping:
-            return
-        self._weights.wake_up(self._max_model_len)
-        self._cache.allocate()
+            return True
+        if "weights" in parts:
+            self._weights.wake_up(self._max_model_len)
+        if "kv_cache" in parts and not self._cache.device:
+            self._cache.allocate()
+        if self._weights.are_away or not self._cache.device:
+            return False
         if self._drafter is not None:
             self._drafter.capture(self.loaded.layers.split(self._cache.device)[1])
         self._forward = self._capture()
+        return True
 
     @torch.inference_mode()
     def measure_swap(self) -> float:

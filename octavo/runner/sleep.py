@@ -61,6 +61,11 @@ class WeightSleep:
         #: Weights of a GPU that are in host memory.
         self._asleep: SleepState | None = None
 
+    @property
+    def are_away(self) -> bool:
+        """Whether ``wake_up`` has something to restore."""
+        return self._asleep is not None or not self._loaded.has_weights
+
     def sleep(self, level: int) -> int:
         """Bytes that were freed. Level 2 may follow level 1.
 

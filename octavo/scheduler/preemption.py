@@ -76,6 +76,16 @@ class Preemption:
         else:
             self._recompute(group)
 
+    def recompute_all(self) -> None:
+        """Sets back every group that holds blocks, on the device or the host: its tokens are computed again."""
+        groups = self._queues.groups.values()
+        for group in [g for g in groups if g.status is SequenceStatus.SWAPPED]:
+            self._lose(group)
+            self._queues.requeue_swapped(group)
+            group.prefilling = True
+        for group in reversed(self._queues.running.copy()):
+            self._recompute(group)
+
     def _wants_swap(self, group: SequenceGroup) -> bool:
         if self._mode == "by_sequences":  # Kwon et al. 2023, section 4.5; those that it will fork into count
             return group.num_seqs > 1
@@ -97,9 +107,14 @@ class Preemption:
 
     def _recompute(self, group: SequenceGroup) -> None:
         """Frees the blocks; records which full blocks the sequences share, so that they share them again."""
-        lost = sum(s.num_computed for s in group.seqs)
+        self._lose(group)
+        self._queues.requeue(group, SequenceStatus.WAITING)
+        group.prefilling = True
+
+    def _lose(self, group: SequenceGroup) -> None:
         if len(group.seqs) > 1:
             self._record_sharing(group)
+        lost = sum(s.num_computed for s in group.seqs)
         for seq in group.seqs:
             self._blocks.free(seq.seq_id)
             seq.num_computed = 0
@@ -107,8 +122,6 @@ class Preemption:
         group.num_recomputed_tokens += lost
         self._stats.preemptions_by_recompute += 1
         self._stats.recomputed_tokens += lost
-        self._queues.requeue(group, SequenceStatus.WAITING)
-        group.prefilling = True
 
     def _record_sharing(self, group: SequenceGroup) -> None:
         """Which sequence's full blocks each one shares: those of the prompt, or more, which the block ids tell.
@@ -117,7 +130,9 @@ class Preemption:
         """
         size, first = self._blocks.block_size, group.seqs[0]
         of_prompt = len(group.request.prompt_token_ids) // size
-        common = self._blocks.groups[0].on_device.common_prefixes(group.seq_ids)
+        layers = self._blocks.groups[0]
+        tables = layers.on_host if self._blocks.is_swapped(first.seq_id) else layers.on_device
+        common = tables.common_prefixes(group.seq_ids)
         for seq, (position, count) in zip(group.seqs, common, strict=True):
             if seq is first or seq.shared_prefix is not None:
                 continue

@@ -220,6 +220,12 @@ class Queues:
         self._push(group)
         self.preparations.release(group)
 
+    def requeue_swapped(self, group: SequenceGroup) -> None:
+        """From swapped to waiting; the caller frees its blocks."""
+        self._remove(group)
+        _set_status(group, SequenceStatus.WAITING)
+        self._push(group)
+
     def finish_prefill(self, group: SequenceGroup) -> None:
         """The group has computed all but the last token of each sequence."""
         group.prefilling = False

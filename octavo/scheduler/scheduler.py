@@ -138,6 +138,15 @@ class Scheduler:
                 self.queues.end_sequence(seq, SequenceStatus.FINISHED_STOPPED)
                 return
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        """Forgets the contents of all blocks that groups to come could share, but of pinned ones.
+
+        ``reset_running_requests``: groups that hold blocks give them up, and compute their tokens again.
+        """
+        if reset_running_requests:
+            self._preemption.recompute_all()
+        self.blocks.reset_prefix_cache()
+
     # --- one step ---------------------------------------------------------------------------------------------------
 
     @property

@@ -49,7 +49,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("min_tokens", -1),
     ("min_tokens", 17),  # more than the default of max_tokens
     ("min_tokens", None),
-    ("logprobs", -1),
+    ("logprobs", -2),
     ("prompt_logprobs", -1),
     ("stop", [""]),
     ("stop", ""),

@@ -82,6 +82,10 @@ class Calling:
 Shared = Callable[[Callable[[AsyncLLM], Coroutine[Any, Any, None]]], None]
 
 
+async def ended(llm: AsyncLLM) -> None:
+    await llm.shutdown()
+
+
 @contextlib.contextmanager
 def sharing(model: Path, **options: Any) -> Iterator[Shared]:
     with asyncio.Runner() as runner:
@@ -93,7 +97,7 @@ def sharing(model: Path, **options: Any) -> Iterator[Shared]:
             runner.run(nothing_is_held(llm))
 
         yield run
-        runner.run(llm.shutdown())
+        runner.run(ended(llm))
 
 
 @pytest.fixture(scope="module")
@@ -656,7 +660,7 @@ def test_shutdown_lets_requests_finish_or_ends_them(tiny_model: Path, tries: Cal
     async def test() -> None:
         async with started(tiny_model) as llm:
             streams = [await llm.submit(str(i), "Hello", LONG) for i in range(4)]
-            ending = asyncio.create_task(llm.shutdown(timeout=PATIENCE))
+            ending = asyncio.ensure_future(llm.shutdown(timeout=PATIENCE))
             await asyncio.sleep(0)
             with pytest.raises(EngineDeadError, match="shut down"):
                 await last(llm, "late", "Hello", LONG)

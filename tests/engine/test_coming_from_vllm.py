@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import textwrap
 from pathlib import Path
@@ -131,6 +132,38 @@ WORKING = [
     )
     assert text.startswith("user: hi") and text.endswith("assistant: ")
     """,
+    """
+    tokenizer, messages = llm.get_tokenizer(), [{"role": "user", "content": "hi"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    output = llm.chat(messages, greedy)[0]
+    assert output.prompt == text
+    assert tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True) == output.prompt_token_ids
+    asked = {"tokenize": True, "return_dict": True, "add_generation_prompt": True}
+    assert tokenizer.apply_chat_template(messages, **asked).input_ids == output.prompt_token_ids
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == output.prompt_token_ids
+    """,
+    """
+    tokenizer = llm.get_tokenizer()
+    encoding = tokenizer(["ab", "abc"])
+    assert encoding.input_ids == [tokenizer.encode("ab"), tokenizer.encode("abc")]
+    assert [len(mask) for mask in encoding.attention_mask] == [len(ids) for ids in encoding.input_ids]
+    assert tokenizer("abc", truncation=True, max_length=1).input_ids == tokenizer.encode("abc")[:1]
+    assert tokenizer.batch_decode(encoding.input_ids) == ["ab", "abc"]
+    vocabulary = tokenizer.get_vocab()
+    assert vocabulary["<eos>"] == 1 and len(vocabulary) == len(tokenizer)
+    assert [tokenizer.convert_ids_to_tokens(i) for i in (0, 1)] == tokenizer.convert_ids_to_tokens([0, 1])
+    assert tokenizer.tokenize("<eos>a")[0] == "<eos>" and {0, 1} <= set(tokenizer.all_special_ids)
+    assert "<eos>" in tokenizer.all_special_tokens and tokenizer.pad_token_id is None
+    """,
+    """
+    llm = load(max_logprobs=-1)
+    output = llm.generate("abc", SamplingParams(max_tokens=2, ignore_eos=True, logprobs=-1, prompt_logprobs=-1))[0]
+    whole = [*output.outputs[0].logprobs, *output.prompt_logprobs[1:]]
+    size = len(whole[0])
+    assert size >= len(llm.get_tokenizer()) and all(len(position) == size for position in whole)
+    assert all(abs(sum(math.exp(entry.logprob) for entry in position.values()) - 1) < 1e-4 for position in whole)
+    assert sorted(entry.rank for entry in whole[0].values()) == list(range(1, size + 1))
+    """,
     "t = llm.get_tokenizer()\nassert (t.eos_token, t.eos_token_id, t.bos_token_id) == ('<eos>', 1, 0)",
     "assert llm.get_tokenizer().convert_tokens_to_ids(['<bos>', '<eos>']) == [0, 1]",
     # the engine
@@ -213,7 +246,9 @@ REFUSED = [
     ("SamplingParams(truncate_prompt_tokens=0)", "truncate_prompt_tokens"),
     ("SamplingParams(output_kind='delta')", "output_kind must be"),
     ("BeamSearchParams(beam_width=2, temperature=0.7)", "temperature must be 0"),
-    ("llm.get_tokenizer().apply_chat_template([{'role': 'user', 'content': 'x'}], tokenize=True)", "encode_chat"),
+    ("llm.get_tokenizer()('x', return_tensors='pt')", "padding must be False and return_tensors None"),
+    ("llm.generate('x', SamplingParams(logprobs=-1))", r"logprobs must be in \[0, 100\], not \d+: .*max_logprobs"),
+    ("SamplingParams(logprobs=-2)", "logprobs must be at least -1"),
     *[(f"llm.{name}('x')", f"{name}.*generates text") for name in ("encode", "embed", "classify", "score", "reward")],
 ]
 
@@ -226,6 +261,7 @@ def names(tiny_model: Path) -> dict[str, Any]:
     public = {name: getattr(octavo, name) for name in octavo.__all__}
     return {
         **public,
+        "math": math,
         "torch": torch,
         "model": str(tiny_model),
         "llm": LLM(str(tiny_model), **OPTIONS),
