@@ -39,8 +39,9 @@ from octavo.server.protocol_admin import (
     Tokenized,
     Version,
 )
+from octavo.server.responses import input_routes as inputs
 from octavo.server.responses import response_routes as responses
-from octavo.server.responses.response_protocol import DeletedResponse, ResponseObject
+from octavo.server.responses.response_protocol import DeletedResponse, InputTokens, ItemList, ResponseObject
 from octavo.server.service import Service
 
 #: Status -> its description in OpenAPI.
@@ -104,6 +105,8 @@ def _add_openai_routes(app: FastAPI) -> None:
     one = "/v1/responses/{response_id}"
     forgotten = {404: "The response is not known, or forgotten."}
     _add(app, "GET", one, responses.retrieve_response, ResponseObject, "OpenAI", errors=forgotten)
+    _add(app, "GET", f"{one}/input_items", inputs.list_input_items, ItemList, "OpenAI", errors=forgotten)
+    _add(app, "POST", "/v1/responses/input_tokens", inputs.count_input_tokens, InputTokens, "OpenAI")
     _add(app, "DELETE", one, responses.delete_response, DeletedResponse, "OpenAI", errors=forgotten)
     # Hub ids contain a slash.
     unknown = {404: _WITH_BODY[404]}

@@ -23,14 +23,15 @@ from octavo.server.sampling_fields import SamplingFields
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
+Input = str | Annotated[list[InputItem], Field(fail_fast=True)]
 
 
-class ResponsesRequest(SamplingFields, EngineFields):
-    """Body of ``/v1/responses``."""
+class InputTokensRequest(SamplingFields, EngineFields):
+    """Body of ``/v1/responses/input_tokens``: that of a response, whose input may be missing."""
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
-    input: str | Annotated[list[InputItem], Field(fail_fast=True)] = Field(
-        description="A text, or items: messages, function calls with their outputs, and reasoning."
+    input: Input | None = Field(
+        None, description="A text, or items: messages, function calls with their outputs, and reasoning."
     )
     instructions: str | None = Field(None, description="A system message before everything else.")
     previous_response_id: Name | None = Field(
@@ -64,6 +65,12 @@ class ResponsesRequest(SamplingFields, EngineFields):
     context_management: Any = refused("truncation leaves out the oldest messages", [])
     moderation: Any = refused("there is no moderation")
     prompt: Any = refused("there are no stored prompts; write it as instructions and input")
+
+
+class ResponsesRequest(InputTokensRequest):
+    """Body of ``/v1/responses``."""
+
+    input: Input = Field(description=InputTokensRequest.model_fields["input"].description)
 
 
 # Responses ----------------------------------------------------------------------------------------------------------
@@ -208,3 +215,20 @@ class DeletedResponse(ResponseModel):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
+
+
+class InputTokens(ResponseModel):
+    """A response of ``/v1/responses/input_tokens``."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class ItemList(ResponseModel):
+    """A response of ``/v1/responses/{id}/input_items``: a page of the list."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

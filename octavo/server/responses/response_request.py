@@ -17,7 +17,7 @@ from octavo.server.renamed_chat import renamed_errors
 from octavo.server.request_models import read_model
 from octavo.server.responses.items import Message, messages_of
 from octavo.server.responses.response_parts import InputItem, TextFormat
-from octavo.server.responses.response_protocol import ResponsesRequest
+from octavo.server.responses.response_protocol import InputTokensRequest
 from octavo.server.responses.response_tools import ResponseTools
 from octavo.server.sampling_fields import SamplingFields
 from octavo.server.service import Service
@@ -47,7 +47,7 @@ INCLUDABLE = frozenset(
 _MESSAGE_TOKENS = 6
 
 
-def chat_body(body: ResponsesRequest, messages: list[Message], tools: ResponseTools) -> dict[str, Any]:
+def chat_body(body: InputTokensRequest, messages: list[Message], tools: ResponseTools) -> dict[str, Any]:
     """Fields of the chat that a request asks for.
 
     Args:
@@ -74,7 +74,7 @@ def chat_body(body: ResponsesRequest, messages: list[Message], tools: ResponseTo
     return {**chat, **tools.fields}
 
 
-def conversation(body: ResponsesRequest, items: list[InputItem], earlier: list[InputItem]) -> list[Message]:
+def conversation(body: InputTokensRequest, items: list[InputItem], earlier: list[InputItem]) -> list[Message]:
     """The messages of a request: its instructions, what it continues, and its input.
 
     Instructions and system messages at the beginning are one message, as many templates know only one.
@@ -92,7 +92,7 @@ def conversation(body: ResponsesRequest, items: list[InputItem], earlier: list[I
 
 
 async def start(
-    service: Service, request: Request, body: ResponsesRequest, messages: list[Message], tools: ResponseTools
+    service: Service, request: Request, body: InputTokensRequest, messages: list[Message], tools: ResponseTools
 ) -> Chat:
     """The chat in the engine; with ``truncation`` without the oldest messages that the context has no room for.
 
@@ -136,7 +136,7 @@ async def start(
 
 
 async def _likely_cut(
-    service: Service, body: ResponsesRequest, messages: list[Message], head: int, cuts: list[int]
+    service: Service, body: InputTokensRequest, messages: list[Message], head: int, cuts: list[int]
 ) -> int:
     """Number of the first cut that should leave no more tokens than there is room for; each text is tokenized once."""
     texts, length = [_written(message) for message in messages[:head]], 0

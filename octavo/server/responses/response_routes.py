@@ -14,15 +14,15 @@ from starlette.responses import Response
 from octavo.core.sampling_params import SamplingParams
 from octavo.server.api_errors import ApiError, unsupported
 from octavo.server.chat_request import Chat, ChoiceEvents
-from octavo.server.large_bodies import beside_loop
 from octavo.server.logprobs import TextLogprobs, Token, make_chat_logprobs
 from octavo.server.middleware import owner_of
 from octavo.server.pending_response import Event, PendingChat, encode_event
 from octavo.server.protocol import TokenLogprob
 from octavo.server.responses import response_request as chats
-from octavo.server.responses.items import ITEMS, input_items
+from octavo.server.responses.items import ITEMS
 from octavo.server.responses.response_events import GrowingResponse
-from octavo.server.responses.response_parts import FunctionTool, InputItem
+from octavo.server.responses.response_input import ResponseInput, read_input, size_of
+from octavo.server.responses.response_parts import FunctionTool
 from octavo.server.responses.response_protocol import (
     DeletedResponse,
     InputTokensDetails,
@@ -31,7 +31,6 @@ from octavo.server.responses.response_protocol import (
     ResponsesRequest,
     ResponseUsage,
 )
-from octavo.server.responses.response_tools import ResponseTools, read_response_tools
 from octavo.server.responses.store import StoredResponse
 from octavo.server.service import Service, service_of
 
@@ -42,15 +41,9 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
     if body.store and not service.responses.max_responses:
         raise unsupported("store", "store is not supported: this server keeps no responses (max_stored_responses)")
-    earlier = None
-    if body.previous_response_id is not None:
-        earlier = service.responses.get(body.previous_response_id, owner_of(request))
-    items = input_items(body.input)
-    messages = await beside_loop(request, chats.conversation, body, items, [] if earlier is None else earlier.items)
-    size = await beside_loop(request, _size, items)
-    tools = read_response_tools(service, body.tools or [], body.tool_choice)
-    chat = await chats.start(service, request, body, messages, tools)
-    pending = _PendingResponse(service, request, body, chat, earlier, items, size, tools)
+    given = await read_input(service, request, body)
+    chat = await chats.start(service, request, body, given.messages, given.tools)
+    pending = _PendingResponse(service, request, body, chat, given)
     return await pending.respond(request, body.stream, deadline)
 
 
@@ -78,15 +71,10 @@ class _PendingResponse(PendingChat):
         request: Request,
         body: ResponsesRequest,
         chat: Chat,
-        earlier: StoredResponse | None,
-        items: list[InputItem],
-        items_size: int,
-        tools: ResponseTools,
+        given: ResponseInput,
     ) -> None:
-        """``items`` of the input, which take ``items_size`` bytes as JSON."""
         super().__init__(chat)
-        self.service, self.request, self.body, self.earlier = service, request, body, earlier
-        self.items, self.items_size, self.tools = items, items_size, tools
+        self.service, self.request, self.body, self.given = service, request, body, given
         self._growing: GrowingResponse | None = None
         self._text_logprobs: TextLogprobs | None = None
 
@@ -95,7 +83,7 @@ class _PendingResponse(PendingChat):
         if self._growing is None:
             if self.chat.top_logprobs is not None:
                 self._text_logprobs = self.chat.generation.track(TextLogprobs, choice.output)
-            self._growing = GrowingResponse(self._begun(), self.tools.origins, self._text_logprobs, self._shown)
+            self._growing = GrowingResponse(self._begun(), self.given.tools.origins, self._text_logprobs, self._shown)
             events += self._growing.begin()
         if self._text_logprobs is not None:
             self._text_logprobs.add(choice.completion)
@@ -159,10 +147,8 @@ class _PendingResponse(PendingChat):
             return
         encoded = _encoded(response)
         output = ITEMS.validate_python([item.model_dump() for item in response.output])
-        items, size = [*self.items, *output], self.items_size + _size(output)
-        if self.earlier is not None:
-            items, size = [*self.earlier.items, *items], self.earlier.items_size + size
-        stored = StoredResponse(encoded, items, size, owner_of(self.request))
+        items, size = self.given.all_items(output), self.given.size + size_of(output)
+        stored = StoredResponse(encoded, items, size, owner_of(self.request), num_output=len(output))
         self.service.responses.put(response.id, stored)
 
     def _shown(self, tokens: list[Token]) -> list[TokenLogprob]:
@@ -179,11 +165,6 @@ class _PendingResponse(PendingChat):
             output_tokens_details=OutputTokensDetails(reasoning_tokens=thought),
             total_tokens=usage.total_tokens,
         )
-
-
-def _size(items: list[InputItem]) -> int:
-    """Bytes of items as JSON."""
-    return len(ITEMS.dump_json(items, exclude_unset=True))
 
 
 def _repeated(part: BaseModel | None) -> dict[str, Any]:

@@ -21,6 +21,13 @@ class StoredResponse:
     items_size: int
     #: The API key that it was made with, as ``owner_of`` names it; others cannot have it.
     owner: str
+    #: How many of the items, the last ones, are its output.
+    num_output: int = 0
+
+    @property
+    def input_items(self) -> list[InputItem]:
+        """What the model read, but for the instructions."""
+        return self.items[: len(self.items) - self.num_output]
 
     @property
     def size(self) -> int:
