@@ -43,6 +43,7 @@ HELP = {
     "skip_special_tokens": "leave special tokens out of the text",
     "logit_bias": 'added to the logits of tokens, as in {"13": -5.0}',
     "extra_args": 'arguments of logits processors that --logits-processors loads, as in {"scale": 0.5}',
+    "thinking_token_budget": "most tokens of reasoning, of models that mark it; -1: no limit",
     "truncate_prompt_tokens": "keep only this many last tokens of a prompt; -1: as many as leave room for max_tokens",
     "structured_outputs": 'the form of the answer, as in {"regex": "[0-9]+"}; others are json, choice, grammar',
     "allowed_token_ids": "only these token ids may be generated, as in 13,198",

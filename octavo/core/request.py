@@ -9,6 +9,7 @@ import msgspec
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.reasoning import ThinkingBudget
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.structured_outputs import Grammar
@@ -84,6 +85,8 @@ class Generate(Task):
     ignored_eos_ids: list[int] = []
     #: Of ``params.structured_outputs``.
     grammar: Grammar | None = None
+    #: Of ``params.thinking_token_budget``.
+    thinking_budget: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
         for ids in (self.stop_token_ids, self.bad_words_ids, self.ignored_eos_ids):

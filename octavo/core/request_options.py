@@ -12,6 +12,7 @@ import msgspec
 from octavo.core.adapters import LoRARequest, one_adapter
 from octavo.core.errors import InvalidRequestError
 from octavo.core.foreign_options import check_keywords
+from octavo.core.reasoning import ReasoningMarks
 from octavo.core.sampling_params import check_number
 
 
@@ -45,6 +46,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prediction: str | Sequence[int] | None = None
     #: Special tokens that are part of the text although others are not.
     visible_tokens: frozenset[int] = frozenset()
+    #: How the model marks its reasoning, where it is known better than by its chat template.
+    reasoning: ReasoningMarks | None = None
     #: Who asks; clients take turns with what has to be compiled.
     client: str = ""
     #: Of a shared prefix, which samples nothing: the name under which its blocks are pinned once computed.
@@ -74,7 +77,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 DEFAULT_OPTIONS = RequestOptions()
 #: Names of keywords that are fields of ``RequestOptions``, or that stand for one.
-KEYWORDS = {*RequestOptions.__struct_fields__, "prompt_adapter_request"} - {"pin_as"}
+KEYWORDS = {*RequestOptions.__struct_fields__, "prompt_adapter_request"} - {"pin_as", "reasoning"}
 
 
 def check_request_keywords(method: str, keywords: Mapping[str, Any]) -> None:

@@ -115,6 +115,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     logits_processors: list[LogitsProcessor] | None = None
     #: Arguments of the logits processors that the engine was started with (option ``logits_processors``), by name.
     extra_args: dict[str, Any] | None = None
+    #: Most tokens of reasoning, of models that mark it: then the mark that ends it is the only token allowed. 0: none;
+    #: -1 or None: no limit.
+    thinking_token_budget: int | None = None
     #: Keep only this many last tokens of the prompt. -1: as many as leave room for ``max_tokens`` in the context.
     truncate_prompt_tokens: int | None = None
     #: The form that the output must have; a mapping with its fields becomes one.
@@ -172,6 +175,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) must not be greater than max_tokens ({self.max_tokens})"
             )
+        if self.thinking_token_budget is not None:
+            check_integer("thinking_token_budget", self.thinking_token_budget, -1, None)
         if self.truncate_prompt_tokens is not None:
             check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None)
             if self.truncate_prompt_tokens == 0:

@@ -15,10 +15,12 @@ from octavo.core.config import MAX_LOGPROBS
 from octavo.core.errors import InvalidRequestError
 from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.prompts import FOREIGN_KEYS, PROMPT_KEYS, Prompt
+from octavo.core.reasoning import ReasoningMarks, ThinkingBudget
 from octavo.core.request import Beam, EngineCoreRequest, Generate
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.engine.model_files import ModelFiles
+from octavo.engine.reasoning_marks import REASONING_MARKS, find_reasoning_marks
 from octavo.engine.tokenizer import NoTokenizer
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.sandbox.pool import Sandbox
@@ -27,9 +29,12 @@ from octavo.scheduler.policies import POLICIES, policy_class
 _MASK64 = (1 << 64) - 1
 #: 2**64 / golden ratio: spreads consecutive numbers over all 64 bits (Knuth, TAOCP vol. 3, section 6.4).
 _SPREAD = 0x9E3779B97F4A7C15
+#: Tokens at the end of a prompt among which is the mark that opens its reasoning, with spaces after it.
+_MARK_TOKENS = 16
 #: Options that the front end makes other fields of a core's request of, or needs itself: none of them is sent.
 _RESOLVED: dict[str, Any] = {
     "arrival_time": None, "lora_request": None, "prediction": None, "visible_tokens": frozenset(), "client": "",
+    "reasoning": None,
 }  # fmt: skip
 
 
@@ -117,7 +122,7 @@ class InputProcessor:
         group = EngineCoreRequest(
             group_id=self._next_group_id,
             prompt_token_ids=[*range(self.vocab_size, self.vocab_size + virtual), *token_ids] if virtual else token_ids,
-            task=self._task(fitted),
+            task=self._task(fitted, self._thinking_budget(params, options.reasoning, text, token_ids)),
             arrival_time=arrival,
             options=msgspec.structs.replace(options, **_RESOLVED),
             adapter=adapter,
@@ -130,7 +135,34 @@ class InputProcessor:
         """New parameters for a request that brings none: the model's own defaults, and for the rest those here."""
         return SamplingParams(**self.default_sampling)
 
-    def _task(self, params: SamplingParams | BeamSearchParams) -> Generate | Beam:
+    def _thinking_budget(
+        self, params: SamplingParams | BeamSearchParams, marks: ReasoningMarks | None, text: str | None, ids: list[int]
+    ) -> ThinkingBudget | None:
+        """The budget of the output's reasoning; None: it has no limit, or the model marks no reasoning.
+
+        ``marks``: those that are known; else they are found by the chat template.
+        """
+        most = params.thinking_token_budget if isinstance(params, SamplingParams) else None
+        if most is None or most == -1:
+            return None
+        if marks is None:
+            found = map(find_reasoning_marks, self.tokenizer.chat_templates.values())
+            marks = next((REASONING_MARKS[name] for name in found if name is not None), None)
+        if marks is None:
+            return None
+        end = self.tokenizer.convert_tokens_to_ids(marks.end)
+        if end is None:
+            raise InvalidRequestError(
+                f"thinking_token_budget must be left out: what ends the model's reasoning ({marks.end!r}) is no "
+                "token, so that it cannot be set"
+            )
+        start = self.tokenizer.encode(marks.start, add_special_tokens=False)
+        before = self.tokenizer.decode(ids[-_MARK_TOKENS:], skip_special_tokens=False) if text is None else text
+        return ThinkingBudget(most, start, end, marks.opened_by(before))
+
+    def _task(
+        self, params: SamplingParams | BeamSearchParams, thinking: ThinkingBudget | None = None
+    ) -> Generate | Beam:
         if isinstance(params, BeamSearchParams):
             self.tokenizer.check_can_decode()
             self._unseeded += 1  # the seed of the next request does not depend on the task of this one
@@ -152,7 +184,9 @@ class InputProcessor:
                 raise InvalidRequestError("structured_outputs needs a tokenizer, and none is loaded")
             grammar = self.grammars.compile(params.structured_outputs)
             params = msgspec.structs.replace(params, structured_outputs=None)  # the core takes the grammar alone
-        return Generate(params, seed, sorted(stops), bad_words, ignored, grammar)
+            if not grammar.begin_after:
+                thinking = None  # the form is all there is
+        return Generate(params, seed, sorted(stops), bad_words, ignored, grammar, thinking)
 
     def read_prompt(self, prompt: Prompt | Any) -> tuple[str | None, list[int]]:
         """The text (if there is one) and the token ids of a prompt in any of its forms."""

@@ -23,6 +23,7 @@ from octavo.core.sampling_params import LogitsProcessor, SamplingParams
 from octavo.kernels.sampling import pack_mask
 from octavo.sampling.grammar_mask import GrammarMask
 from octavo.sampling.sampler_outputs import RowError
+from octavo.sampling.thinking_mask import ThinkingMask
 
 NO_PLUGINS = LogitsPlugins()
 _LARGEST = float(np.finfo(np.float32).max)
@@ -84,6 +85,10 @@ class LogitsProcessors:
         custom = [*(params.logits_processors or ()), *plugins.processors(params)]
         #: Its mask is computed with those of the other rows, see ``Sampler``.
         self.grammar = grammar
+        #: Wins over the other masks, which may not leave its token.
+        self._thinking: ThinkingMask | None = None
+        if task.thinking_budget is not None:
+            self._thinking = ThinkingMask(task.thinking_budget, num_prompt, vocab_size)
         self._edits: list[LogitsEdit] = []
         self._masks: list[TokenMask] = []
         if custom:
@@ -104,7 +109,7 @@ class LogitsProcessors:
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return bool(self._edits or self._masks or self.grammar)
+        return bool(self._edits or self._masks or self.grammar or self._thinking)
 
     @property
     def edits_logits(self) -> bool:
@@ -114,7 +119,9 @@ class LogitsProcessors:
     @property
     def reads_tokens(self) -> bool:
         """Whether any of them reads the token ids, and not their number alone."""
-        return self.grammar is not None or any(p.reads_tokens for p in (*self._edits, *self._masks))
+        if self.grammar is not None or self._thinking is not None:
+            return True
+        return any(p.reads_tokens for p in (*self._edits, *self._masks))
 
     @property
     def may_force(self) -> bool:
@@ -131,6 +138,7 @@ class LogitsProcessors:
         child._edits = [edit.fork() for edit in self._edits]
         child._masks = [mask.fork() for mask in self._masks]
         child.grammar = self.grammar.fork() if self.grammar is not None else None
+        child._thinking = self._thinking.fork() if self._thinking is not None else None
         return child
 
     def edit(self, logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> None:
@@ -140,6 +148,8 @@ class LogitsProcessors:
 
     def bitmask(self, token_ids: NDArray[np.int32]) -> NDArray[np.uint32] | None:
         """The tokens that all masks but the grammar's allow; see ``TokenMask.bitmask``."""
+        if self._thinking is not None and (end := self._thinking.bitmask(token_ids)) is not None:
+            return end
         allowed = None
         for mask in self._masks:
             bits = mask.bitmask(token_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Set
 
+from octavo.core.reasoning import ReasoningMarks
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.tool_messages import HERMES, CallFormat
 from octavo.server.reasoning_parsers import ReasoningParser, find_reasoning_parser, load_reasoning_parser
@@ -46,6 +47,10 @@ class ChatFormats:
     def reasoning_parser(self, template: str) -> type[ReasoningParser] | None:
         """The same for reasoning; None: it is not told from content."""
         return find_reasoning_parser(template) if self._finds_reasoning else self._reasoning_parser
+
+    def named_marks(self) -> ReasoningMarks | None:
+        """The marks of the parser that an option names; None: the chat template says them."""
+        return None if self._reasoning_parser is None else self._reasoning_parser.marks()
 
     def call_format(self, template: str, variables: Set[str]) -> CallFormat:
         """How calls are written where it has to be said in words."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from octavo.core.reasoning import ReasoningMarks
 from octavo.engine.tool_messages import HERMES, CallFormat
 from octavo.server.api_errors import unsupported
 from octavo.server.chat_formats import visible_tokens
@@ -34,6 +35,8 @@ class ChatPrompt:
     reasoning: tuple[type[ReasoningParser], Thinking] | None
     #: Special tokens that the parsers have to see.
     visible_tokens: frozenset[int]
+    #: How the model marks its reasoning, if that is known.
+    marks: ReasoningMarks | None
     #: Tokens after which the form of the answer binds; empty: at its beginning.
     form_begins_after: list[int]
 
@@ -64,6 +67,7 @@ async def make_chat_prompt(
         call_format,
         (reasoning, state) if reasoning is not None and separates else None,
         visible_tokens(service.llm.tokenizer, markers) if markers else frozenset(),
+        reasoning.marks(state is Thinking.INSIDE) if reasoning else None,
         begins_after,
     )
 

@@ -175,6 +175,7 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
         prompt_logprobs=body.prompt_logprobs,
         prediction=await read_prediction(service, body.prediction),
         visible_tokens=prompt.visible_tokens,
+        reasoning=prompt.marks,
     )
     has_tools = _constrain(service, generation.params, prompt, tools)
     return Chat(body, generation, top, tools, prompt.tool_parser, prompt.reasoning, has_tools)

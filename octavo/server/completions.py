@@ -51,6 +51,7 @@ def _generation(
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
+        reasoning=service.formats.named_marks(),
     )
 
 

@@ -17,6 +17,7 @@ from octavo import __version__
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import AdapterConflictError, InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestOutput
+from octavo.core.reasoning import ReasoningMarks
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.server.api_errors import ApiError, unsupported
@@ -230,11 +231,12 @@ def make_generation(
     prompt_logprobs: int | None,
     prediction: list[int] | None = None,
     visible_tokens: frozenset[int] = frozenset(),
+    reasoning: ReasoningMarks | None = None,
 ) -> Generation:
     """Checks the size and the parameters of a request and prepares its generation.
 
-    ``prefix`` is that of the response id, which is never a request id, as a client may use one twice. ``prediction``
-    and ``visible_tokens``: see ``RequestOptions``, whose other fields are those of the body.
+    ``prefix`` is that of the response id, which is never a request id, as a client may use one twice. ``prediction``,
+    ``visible_tokens`` and ``reasoning``: see ``RequestOptions``, whose other fields are those of the body.
 
     Raises:
         InvalidRequestError, ApiError: a parameter is out of range or not supported.
@@ -269,6 +271,7 @@ def make_generation(
         lora_request=model.adapter,
         prediction=prediction,
         visible_tokens=visible_tokens,
+        reasoning=reasoning,
         client=client_of(request),
     )
     return Generation(service, request, body, model, f"{prefix}-{uuid.uuid4().hex}", prompts, params, options)

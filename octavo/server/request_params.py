@@ -32,6 +32,7 @@ _SHARED = (
     "skip_special_tokens",
     "logit_bias",
     "allowed_token_ids",
+    "thinking_token_budget",
 )
 #: Shared fields that clients send with beam search and that do not affect it: it draws no random numbers.
 _IGNORED_BY_BEAM_SEARCH = frozenset({"n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed"})

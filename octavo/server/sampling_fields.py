@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from octavo.server.field_marks import refused
 from octavo.server.protocol_base import Int, RequestModel, Seed
 
 
@@ -32,4 +31,6 @@ class SamplingFields(RequestModel):
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="Requests with different salts share no cached prefix."
     )
-    thinking_token_budget: Any = refused("max_tokens limits reasoning and answer together")
+    thinking_token_budget: Int | None = Field(
+        None, description="Most tokens of reasoning, which is closed then; -1 (default): no limit."
+    )

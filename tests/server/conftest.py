@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.server.running_server import TINY, Running, running
+from tests.special_model import make_special_model
 
 
 @pytest.fixture(scope="session")
@@ -22,30 +21,11 @@ def demo_server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield server
 
 
-#: Tokens of the model of ``special_server``, in place of bytes that no text of its tests has.
-SPECIAL_TOKENS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>", "<think>", "</think>")
-#: Begins its answers with reasoning, unless ``enable_thinking`` is false, and leaves that of earlier turns out.
-THINKING_TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% if enable_thinking is not defined or enable_thinking %}<think>"
-    "{% else %}<think></think>{% endif %}{% endif %}"
-)
-
-
 @pytest.fixture(scope="session")
 def special_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server of the tiny model that has tokens to fill gaps, and to mark reasoning."""
     folder = tmp_path_factory.mktemp("special") / "model"
-    shutil.copytree(tiny_model, folder)
-    parts = json.loads((folder / "tokenizer.json").read_text())
-    vocab = parts["model"]["vocab"]
-    for token, byte in zip(SPECIAL_TOKENS, "ĀāĂăĄą", strict=True):
-        vocab[token] = vocab.pop(byte)
-        entry = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        parts["added_tokens"].append({"id": vocab[token], "content": token, "special": True, **entry})
-    parts["added_tokens"].sort(key=lambda token: token["id"])
-    (folder / "tokenizer.json").write_text(json.dumps(parts))
-    (folder / "chat_template.jinja").write_text(THINKING_TEMPLATE)
+    make_special_model(tiny_model, folder)
     with running(folder, folder.parent / "log", *TINY, "--served-model-name", "tiny") as server:
         yield server
 

@@ -33,7 +33,7 @@ from octavo.server.logprobs import TextLogprobs, TokenNames, make_chat_logprobs
 from octavo.server.messages.message_events import GrowingMessage
 from octavo.server.messages.message_protocol import MessageObject, MessageUsage
 from octavo.server.messages.message_protocol import MessageTokensDetails as ThinkingDetails
-from octavo.server.reasoning_parsers import Think
+from octavo.server.reasoning_parsers import REASONING_PARSERS
 from octavo.server.reasoning_parsers.reasoning_parser import Thinking
 from octavo.server.responses.items import ITEMS, messages_of
 from octavo.server.responses.response_events import GrowingResponse
@@ -255,7 +255,7 @@ def grown(
     tokenizer: Tokenizer, text: str, token_ids: list[int], ends: list[int], cuts: random.Random
 ) -> list[dict[str, Any]]:
     """The events of a choice whose tokens come in these increments, its text a little later."""
-    parser = ChatParser(Think(Thinking.BEFORE), Hermes({"f": {}}))
+    parser = ChatParser(REASONING_PARSERS["qwen3"](Thinking.BEFORE), Hermes({"f": {}}))
     entry = {"logprob": -1.0, "rank": 1, "decoded_token": None}
     growing = GrowingResponse(
         begun().response,

@@ -143,3 +143,31 @@ def test_thinking_sets_the_variable_of_the_template(special_server: Running, cla
         # The template has no levels, but reasoning can be turned on.
         answer = http.post("/v1/responses", json={**body, "reasoning": {"effort": "high"}}).json()
         assert answer["output"][0]["type"] == "reasoning"
+
+
+@pytest.mark.parametrize("budget", [0, 6])
+def test_reasoning_is_closed_after_its_budget_on_every_route(
+    special_server: Running, client: openai.OpenAI, claude: anthropic.Anthropic, budget: int
+) -> None:
+    free: dict[str, Any] = {"ignore_eos": True}
+    given = {**free, "thinking_token_budget": budget}
+    with special_server.http() as http:
+        chat = http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 20, **given}).json()
+        text = http.post("/v1/completions", json={"prompt": "x<think>", "max_tokens": 20, **given}).json()
+        whole = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 20, **given}).json()
+    message, usage = chat["choices"][0]["message"], chat["usage"]
+    assert message["content"] and len(message.get("reasoning_content") or "") <= budget
+    # With the mark that ends it.
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == budget + 1
+    assert text["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 20
+    response = client.responses.create(model="tiny", input="hi", max_output_tokens=20, extra_body=given)
+    assert response.usage is not None and response.usage.output_tokens_details.reasoning_tokens == budget + 1
+    assert response.output[-1].type == "message"
+    if budget:
+        thinking: Any = {"type": "enabled", "budget_tokens": budget}
+        answer = claude.messages.create(model="tiny", messages=HI, max_tokens=20, thinking=thinking, extra_body=free)
+        assert [block.type for block in answer.content] == ["thinking", "text"]
+    endless = {**free, "thinking_token_budget": -1}
+    with special_server.http() as http:
+        chat = http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 20, **endless}).json()
+    assert not chat["choices"][0]["message"]["content"]

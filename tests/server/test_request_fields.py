@@ -117,7 +117,7 @@ TABLE |= {
         ("lora_request", {"lora_name": "a"}), ("logits_processors", ["a.b"], []),
         ("logit_processors", ["a.b"], []), ("kv_transfer_params", {}),
         ("prompt_embeds", "AAAA"), ("mm_processor_kwargs", {"a": 1}, {}), ("media_io_kwargs", {"a": {}}, {}),
-        ("thinking_token_budget", 5), ("repetition_detection", {"a": 1}),
+        ("repetition_detection", {"a": 1}),
         ("logprob_token_ids", [1]),
         # SGLang
         ("no_stop_trim", True, False),

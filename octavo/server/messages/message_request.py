@@ -38,6 +38,8 @@ def chat_body(service: Service, body: CountTokensRequest) -> dict[str, Any]:
         if "tool_calls" in messages[-1]:
             raise wrong("messages", "the last message uses a tool; its tool_result must follow")
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    if body.thinking is not None and body.thinking.budget_tokens is not None and body.thinking_token_budget is None:
+        chat["thinking_token_budget"] = body.thinking.budget_tokens
     if variables := {**_thinking(service, body), **(body.chat_template_kwargs or {})}:
         chat["chat_template_kwargs"] = variables
     if body.thinking is not None and body.thinking.display == "omitted":

@@ -1,56 +1,20 @@
-"""How models mark what they think before they answer, and how the marks of a model are found."""
+"""Parsers of what models think before they answer, and how the one of a model is found."""
 
 from __future__ import annotations
 
 from octavo.core.plugins import load_class
+from octavo.core.reasoning import ReasoningMarks
+from octavo.engine.reasoning_marks import REASONING_MARKS, find_reasoning_marks
 from octavo.server.reasoning_parsers.reasoning_parser import ReasoningParser
 
 
-class Think(ReasoningParser):
-    """``<think>...</think>``: Qwen3, and most others."""
-
-    start, end = "<think>", "</think>"
-
-
-class DeepSeekR1(Think):
-    """The same of models that begin within it, without its beginning."""
-
-    begins_inside = True
-
-
-class MistralReasoning(ReasoningParser):
-    """Magistral, Ministral 3."""
-
-    start, end = "[THINK]", "[/THINK]"
-
-
-class GemmaReasoning(ReasoningParser):
-    """Gemma 4."""
-
-    start, end = "<|channel>thought", "<channel|>"
-
-
-class SeedOss(ReasoningParser):
-    """Seed-OSS."""
-
-    start, end = "<seed:think>", "</seed:think>"
-
-
-class GraniteReasoning(ReasoningParser):
-    """Granite 3.2, in words."""
-
-    start, end = "Here is my thought process:", "Here is my response:"
+def _parser(name: str, marks: ReasoningMarks) -> type[ReasoningParser]:
+    fields = {"start": marks.start, "end": marks.end, "begins_inside": marks.begins_inside}
+    return type(name, (ReasoningParser,), {"__doc__": f"{marks.start} ... {marks.end}", **fields})
 
 
 #: By the name that ``--reasoning-parser`` gives.
-REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
-    "qwen3": Think,
-    "deepseek_r1": DeepSeekR1,
-    "mistral": MistralReasoning,
-    "gemma": GemmaReasoning,
-    "seed_oss": SeedOss,
-    "granite": GraniteReasoning,
-}
+REASONING_PARSERS = {name: _parser(name, marks) for name, marks in REASONING_MARKS.items()}
 #: Names that vLLM has for them, of models with the same marks.
 _OTHER_NAMES = {"deepseek_v3": "qwen3", "glm45": "qwen3", "gemma4": "gemma"}
 
@@ -67,6 +31,5 @@ def load_reasoning_parser(name: str) -> type[ReasoningParser]:
 
 def find_reasoning_parser(template: str) -> type[ReasoningParser] | None:
     """The parser for the marks that a chat template speaks of, if they are known."""
-    if Think.end in template and Think.start not in template:
-        return DeepSeekR1  # it takes the reasoning out of earlier answers, and opens none
-    return next((parser for parser in REASONING_PARSERS.values() if parser.start in template), None)
+    name = find_reasoning_marks(template)
+    return None if name is None else REASONING_PARSERS[name]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from typing import ClassVar
 
+from octavo.core.reasoning import ReasoningMarks
+
 
 class Thinking(enum.Enum):
     """Where an answer begins."""
@@ -35,6 +37,11 @@ class ReasoningParser:
         self._held = ""
         #: Whether spaces at the beginning of the part are left out.
         self._strips = state is Thinking.INSIDE
+
+    @classmethod
+    def marks(cls, inside: bool | None = None) -> ReasoningMarks:
+        """The marks, of an answer that begins within reasoning or not; None: as the end of its prompt says."""
+        return ReasoningMarks(cls.start, cls.end, cls.begins_inside, inside)
 
     @classmethod
     def state_after(cls, prompt: str, *, continues: bool = False) -> Thinking:
