@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from fastapi import Query
 from starlette.requests import Request
 
-from octavo.core.errors import EngineDeadError, OctavoError
+from octavo.core.errors import ConfigError, EngineDeadError, OctavoError
 from octavo.server.api_errors import ApiError
 from octavo.server.protocol_admin import Sleeping
 from octavo.server.service import operator_service, service_of
@@ -27,10 +30,16 @@ async def sleep(request: Request, level: int = 1) -> Sleeping:
     return Sleeping(is_sleeping=service.llm.is_sleeping)
 
 
-async def wake_up(request: Request) -> Sleeping:
-    """Restores weights and KV cache; nothing happens if the engine is not sleeping."""
+async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Sleeping:
+    """Restores weights and KV cache, or what ``tags`` name of them: it sleeps until both are there.
+
+    Nothing happens if the engine is not sleeping.
+    """
     service = operator_service(request)
-    await service.llm.wake_up()
+    try:
+        await service.llm.wake_up(tags)
+    except ConfigError as e:
+        raise ApiError(400, str(e), param="tags", code="invalid_value") from None
     return Sleeping(is_sleeping=service.llm.is_sleeping)
 
 

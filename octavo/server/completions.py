@@ -156,7 +156,7 @@ class _PendingTexts(PendingResponse):
         if self.body.logprobs is None or output.prompt_logprobs is None:
             return
         tokenizer = self.generation.service.llm.tokenizer
-        tokens = prompt_tokens(tokenizer, output.prompt_token_ids, output.prompt_logprobs, len(text))
+        tokens = prompt_tokens(tokenizer, output.prompt_token_ids, output.prompt_logprobs, text)
         choice.logprobs = make_completion_logprobs(self.generation.token_names, tokens)
         if logprobs is not None:
             choice.logprobs.tokens += logprobs.tokens
@@ -166,7 +166,9 @@ class _PendingTexts(PendingResponse):
 
     def _prompt_text(self, number: int) -> str:
         prompt = self.generation.prompts[number]
-        return self.generation.service.llm.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+        if prompt.text is not None:
+            return prompt.text
+        return self.generation.service.llm.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
     def _chunk(self, choice: CompletionChoice) -> Completion:
         return self._completion([choice], **self.generation.chunk_usage())

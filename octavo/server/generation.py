@@ -157,9 +157,9 @@ class Generation:
     def chunk_usage(self) -> dict[str, Usage | None]:
         """The usage field of a chunk: absent, or an explicit null before the last one, as the OpenAI API sends it."""
         options = self.body.stream_options
-        if options is not None and options.continuous_usage_stats:
-            return {"usage": self.usage()}
-        return {"usage": None} if self.include_usage else {}
+        if options is None or not options.include_usage:
+            return {}
+        return {"usage": self.usage() if options.continuous_usage_stats else None}
 
     def response_fields(self) -> dict[str, Any]:
         """Fields common to responses and chunks."""

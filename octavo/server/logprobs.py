@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from octavo.server.protocol import ChoiceLogprobs, CompletionLogprobs, PromptLog
 
 #: Lowest logprob that is sent, as JSON has no infinity.
 _MIN_LOGPROB = -9999.0
+_SPACES = re.compile(r"\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +175,31 @@ def make_completion_logprobs(names: TokenNames, tokens: list[Token]) -> Completi
 
 
 def prompt_tokens(
-    tokenizer: Tokenizer, token_ids: list[int], logprobs: list[TokenLogprobs | None], length: int
+    tokenizer: Tokenizer, token_ids: list[int], logprobs: list[TokenLogprobs | None], text: str
 ) -> list[Token]:
-    """The tokens of a prompt whose text has ``length`` characters."""
-    stream, tokens, start = TextStream(tokenizer, []), [], 0
+    """The tokens of a prompt; a special one that its text does not have, such as a beginning, takes none of it."""
+    stream, tokens, start = TextStream(tokenizer, [], skip_special_tokens=False), [], 0
     for token_id, known in zip(token_ids, logprobs, strict=True):
-        tokens.append(Token(token_id, min(start, length), known))
-        start += len(stream.push(token_id))
+        special = tokenizer.token_text(token_id) if token_id in tokenizer.special_ids else None
+        if special is not None and _place(text, special, start) is None:
+            tokens.append(Token(token_id, min(start, len(text)), known))
+            continue
+        piece = stream.push(token_id)
+        if (place := _place(text, piece, start)) is not None:
+            start = place
+        elif text.startswith(piece.lstrip(" "), start):  # a word that a decoder begins with a space
+            piece = piece.lstrip(" ")
+        tokens.append(Token(token_id, min(start, len(text)), known))
+        start += len(piece)
     return tokens
+
+
+def _place(text: str, piece: str, start: int) -> int | None:
+    """Where a piece stands in a text, from ``start`` on; special tokens may have taken the spaces before it."""
+    if text.startswith(piece, start):
+        return start
+    after = _SPACES.match(text, start)
+    return after.end() if after is not None and text.startswith(piece, after.end()) else None
 
 
 def make_prompt_logprobs(logprobs: list[TokenLogprobs | None]) -> PromptLogprobs:

@@ -17,6 +17,7 @@ class TokenizeRequest(TemplateOptions):
     prompt: str | None = Field(None, description="A text.")
     messages: list[ChatMessage] | None = Field(None, description="A conversation, put into words by the template.")
     add_special_tokens: bool | None = Field(None, description="The model's own tokens around a text (default true).")
+    return_token_strs: bool | None = Field(None, description="Send the tokens as the vocabulary writes them, too.")
 
 
 class DetokenizeRequest(RequestModel):
@@ -61,6 +62,7 @@ class Tokenized(ResponseModel):
     count: int
     max_model_len: int
     prompt: str | None = Field(None, description="The text that was tokenized, if it came of messages.")
+    token_strs: list[str] | None = Field(None, description="The tokens as the vocabulary writes them, if asked for.")
 
 
 class Detokenized(ResponseModel):

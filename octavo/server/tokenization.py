@@ -35,6 +35,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     else:
         [ids] = await encode(service, [body.prompt or ""], body.add_special_tokens is not False)
         response = Tokenized(tokens=ids, count=len(ids), max_model_len=limit)
+    if body.return_token_strs:
+        response.token_strs = [token or "" for token in service.llm.tokenizer.convert_ids_to_tokens(ids)]
     return Response(response.encode(), media_type="application/json")
 
 

@@ -106,9 +106,8 @@ def test_bit_for_bit_the_same_alone_and_in_company(
     model: Path, llm: LLM, marks: tuple[int, int], options: dict[str, Any]
 ) -> None:
     prompts, params = work(marks, BUDGETS)
-    alone = [
-        found for pair in zip(prompts, params, strict=True) for found in everything(llm, *map(lambda x: [x], pair))
-    ]
+    pairs = zip(prompts, params, strict=True)
+    alone = [found for prompt, given in pairs for found in everything(llm, [prompt], [given])]
     assert everything(load(model, **options), prompts, params) == alone
 
 

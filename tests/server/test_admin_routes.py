@@ -52,6 +52,24 @@ def test_a_server_sleeps_and_wakes(serve: Callable[..., Running]) -> None:
             assert http.post(TEXT, json=BODY).json()["choices"] == before
 
 
+def test_a_server_wakes_part_by_part(serve: Callable[..., Running]) -> None:
+    server = serve("--enable-admin-routes", "--kernels", "reference")
+    with server.http() as http:
+        before = http.post(TEXT, json=BODY).json()["choices"]
+        assert http.post("/sleep").json() == {"is_sleeping": True}
+        for tags in ("weight", ""):
+            answer = http.post("/wake_up", params={"tags": tags})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "tags", answer.text
+            assert "weights, kv_cache" in answer.json()["error"]["message"]
+        assert http.post("/wake_up", params={"tags": "weights"}).json() == {"is_sleeping": True}
+        assert http.post(TEXT, json=BODY).status_code == 503
+        assert http.post("/wake_up", params={"tags": "kv_cache"}).json() == {"is_sleeping": False}
+        assert http.post(TEXT, json=BODY).json()["choices"] == before
+        http.post("/sleep")
+        assert http.post("/wake_up?tags=kv_cache&tags=weights").json() == {"is_sleeping": False}
+        assert http.post(TEXT, json=BODY).json()["choices"] == before
+
+
 def _refused_while_a_request_runs(server: Running, http: httpx.Client) -> None:
     core = server.core_pid()
     body = {"prompt": ["x"] * 200, "max_tokens": 240, "ignore_eos": True, "stream": True}

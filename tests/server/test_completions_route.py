@@ -296,3 +296,46 @@ def test_the_prefix_cache_can_be_reset(tiny_server: Running) -> None:
         other = client.completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body={"cache_salt": "x"})
         assert other.usage is not None and other.usage.prompt_tokens_details is not None
         assert other.usage.prompt_tokens_details.cached_tokens == 0
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_special_tokens_of_a_prompt_are_echoed_where_they_stand(special_server: Running, streams: bool) -> None:
+    text = "a<think>bc</think> d"
+    with special_server.http() as http:
+        ids = http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+        for prompt in (text, ids):
+            asked = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 2, "add_special_tokens": False}
+            answer = http.post("/v1/completions", json={**asked, "stream": streams})
+            chunks = events(answer.text) if streams else [answer.json()]
+            choices = [chunk["choices"][0] for chunk in chunks]
+            assert "".join(choice["text"] for choice in choices).startswith(text)
+            found = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+            offsets = [offset for part in found for offset in part["text_offset"]]
+            names = [name for part in found for name in part["tokens"]]
+            assert names[:7] == ["a", "<think>", "b", "c", "</think>", " ", "d"]
+            assert offsets[:8] == [0, 1, 8, 9, 10, 18, 19, 20]
+
+
+def test_usage_is_sent_while_it_grows_only_where_it_is_asked_for(tiny_server: Running) -> None:
+    body = {"prompt": "hello", "max_tokens": 3, "stream": True}
+    with tiny_server.http() as http:
+        for options, sends in (
+            ({"continuous_usage_stats": True}, False),
+            ({"continuous_usage_stats": True, "include_usage": False}, False),
+            ({"continuous_usage_stats": True, "include_usage": True}, True),
+        ):
+            chunks = events(http.post("/v1/completions", json={**body, "stream_options": options}).text)
+            assert {bool(chunk.get("usage")) for chunk in chunks} == {sends}, options
+
+
+def test_tokens_are_shown_as_the_vocabulary_has_them(special_server: Running) -> None:
+    with special_server.http() as http:
+        for given in ({"prompt": "a <think>"}, {"messages": [{"role": "user", "content": "a <think>"}]}):
+            plain = http.post("/tokenize", json=given).json()
+            shown = http.post("/tokenize", json={**given, "return_token_strs": True}).json()
+            assert len(shown["token_strs"]) == plain["count"] and "Ġ" in shown["token_strs"]
+            assert "<think>" in shown.pop("token_strs") and shown == plain
+        unknown = http.post("/tokenize", json={"prompt": "a", "return_tokens_strs": True})
+        assert unknown.status_code == 400 and "return_token_strs" in unknown.json()["error"]["message"]
+        unknown = http.post("/detokenize", json={"tokens": [5], "token": 3})
+        assert unknown.status_code == 400 and unknown.json()["error"]["param"] == "token"
