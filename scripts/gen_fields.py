@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from octavo.server.field_marks import Hint, Refused, marks_of
+from octavo.server.llamacpp.llama_protocol import LlamaCompletionRequest
 from octavo.server.messages.message_protocol import MessagesRequest
 from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
 from octavo.server.protocol_base import RequestModel
@@ -38,6 +39,7 @@ ROUTES: dict[str, type[RequestModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
+    "/completion": LlamaCompletionRequest,
 }
 
 

@@ -17,6 +17,7 @@ from octavo.server.api_errors import handle_errors
 from octavo.server.chat_completions import create_chat_completion
 from octavo.server.docs_page import docs_page
 from octavo.server.large_bodies import BodyRoute
+from octavo.server.llamacpp.llama_routes import add_llama_routes
 from octavo.server.messages import message_routes as messages
 from octavo.server.messages.message_protocol import (
     AnthropicError,
@@ -37,6 +38,7 @@ from octavo.server.protocol_admin import (
     ModelList,
     Sleeping,
     Tokenized,
+    TokenizerInfo,
     Version,
 )
 from octavo.server.responses import input_routes as inputs
@@ -63,7 +65,13 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         title="Octavo",
         version=__version__,
         description="Serves a large language model under the routes of OpenAI's and of Anthropic's API.",
-        openapi_tags=[{"name": "OpenAI"}, {"name": "Anthropic"}, {"name": "Tokens"}, {"name": "Server"}],
+        openapi_tags=[
+            {"name": "OpenAI"},
+            {"name": "Anthropic"},
+            {"name": "llama.cpp"},
+            {"name": "Tokens"},
+            {"name": "Server"},
+        ],
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
@@ -103,7 +111,7 @@ def _add_openai_routes(app: FastAPI) -> None:
     _add(app, "GET", "/v1/models", operation.list_models, ModelList | AnthropicModelList, "OpenAI")
     _add(app, "POST", "/v1/responses", responses.create_response, ResponseObject, "OpenAI", stream=True)
     one = "/v1/responses/{response_id}"
-    forgotten = {404: "The response is not known, or forgotten."}
+    forgotten = {400: "A parameter is wrong.", 404: "The response is not known, or forgotten."}
     _add(app, "GET", one, responses.retrieve_response, ResponseObject, "OpenAI", errors=forgotten)
     _add(app, "GET", f"{one}/input_items", inputs.list_input_items, ItemList, "OpenAI", errors=forgotten)
     _add(app, "POST", "/v1/responses/input_tokens", inputs.count_input_tokens, InputTokens, "OpenAI")
@@ -127,6 +135,8 @@ async def _docs(request: Request) -> HTMLResponse:
 
 
 def _add_other_routes(app: FastAPI) -> None:
+    add_llama_routes(partial(_add, app, tag="llama.cpp"))
+    _add(app, "GET", "/tokenizer_info", tokenization.tokenizer_info, TokenizerInfo, "Tokens")
     _add(app, "POST", "/tokenize", tokenization.tokenize, Tokenized, "Tokens")
     _add(app, "POST", "/detokenize", tokenization.detokenize, Detokenized, "Tokens")
     _add(app, "GET", "/", operation.index, Index, "Server")

@@ -54,7 +54,7 @@ class _PendingCompletion(PendingResponse):
                 finish_reason=choice.finish_reason or "stop",
                 index=choice.index,
                 logprobs=self._logprobs(choice),
-                message=_message(choice.events),
+                message=_message(choice.events, _echoed(self.chat.body)),
                 stop_reason=choice.stop_reason,
             )
             if self._sends_ids:
@@ -87,7 +87,7 @@ class _PendingCompletion(PendingResponse):
 
     def _first(self, choice: ChoiceEvents) -> ChatCompletionChunk:
         """The chunk that begins a choice."""
-        first = self._chunk(choice, Delta(role="assistant", content=""))
+        first = self._chunk(choice, Delta(role="assistant", content=_echoed(self.chat.body)))
         if choice.output.prompt_logprobs is not None and not self._trackers:
             first.prompt_logprobs = make_prompt_logprobs(choice.output.prompt_logprobs)
         if self._sends_ids and not self._trackers:
@@ -136,10 +136,20 @@ class _PendingCompletion(PendingResponse):
         return ChatCompletionChunk(choices=found, object="chat.completion.chunk", **fields, **more)
 
 
-def _message(events: list[ChatEvent]) -> Message:
-    """The assistant's message; its content is null where it calls tools without a word."""
+def _echoed(body: ChatCompletionRequest) -> str:
+    """What ``echo`` puts before the answer: the text of the last message, if it is the assistant's."""
+    last = body.messages[-1]
+    if not body.echo or last.role != "assistant":
+        return ""
+    return last.content if isinstance(last.content, str) else "".join(part.text for part in last.content or [])
+
+
+def _message(events: list[ChatEvent], echoed: str) -> Message:
+    """The assistant's message after ``echoed``; its content is null where it calls tools without a word."""
     parts = collect(events)
     content = parts.content if parts.content is not None or parts.tool_calls else ""
+    if echoed:
+        content = echoed + (content or "")
     message = Message(content=content, refusal=None, role="assistant")
     if parts.reasoning is not None:
         message.reasoning_content = message.reasoning = parts.reasoning

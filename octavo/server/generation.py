@@ -313,7 +313,7 @@ def _fitted(
             raise ApiError(
                 400, "truncate_prompt_tokens must be -1 or at least 1, not 0", param="truncate_prompt_tokens"
             )
-        prompts = [truncated(prompt, most) for prompt in prompts]
+        prompts = [truncated(prompt, most, body.truncation_side or "left") for prompt in prompts]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if longest + needed <= limit:
         return prompts

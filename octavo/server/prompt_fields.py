@@ -121,11 +121,12 @@ def _check_length(service: Service, length: int, param: str = "prompt") -> None:
         )
 
 
-def truncated(prompt: TokenizedPrompt, limit: int) -> TokenizedPrompt:
-    """The last ``limit`` tokens of a prompt."""
+def truncated(prompt: TokenizedPrompt, limit: int, side: str) -> TokenizedPrompt:
+    """A prompt of ``limit`` tokens at most, cut on its "left" or "right"."""
     if len(prompt.token_ids) <= limit:
         return prompt
-    return replace(prompt, text=None, token_ids=prompt.token_ids[-limit:])
+    kept = prompt.token_ids[:limit] if side == "right" else prompt.token_ids[-limit:]
+    return replace(prompt, text=None, token_ids=kept)
 
 
 async def render_chat(

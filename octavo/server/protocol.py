@@ -58,7 +58,10 @@ class GenerationRequest(SamplingFields, FormFields, OpenAIFields):
     )
     tpot_target: float | None = Field(None, description="Seconds between the tokens after it, likewise.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
-        None, description="Keep this many tokens at the end of a longer prompt; -1: as many as fit with max_tokens."
+        None, description="Keep this many tokens of a longer prompt; -1: as many as fit with max_tokens."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where truncate_prompt_tokens cuts: the beginning is lost (left, default), or the end."
     )
 
 
@@ -162,7 +165,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
         None, description="none: reasoning stays in the content."
     )
     suffix: Any = refused("gaps are filled by /v1/completions", "")
-    echo: Any = refused("the prompt is not repeated in a chat", False)
+    echo: bool | None = Field(None, description="Put the last message before the answer, if it is the assistant's.")
 
 
 # Responses ----------------------------------------------------------------------------------------------------------

@@ -65,6 +65,18 @@ class Tokenized(ResponseModel):
     token_strs: list[str] | None = Field(None, description="The tokens as the vocabulary writes them, if asked for.")
 
 
+class TokenizerInfo(ResponseModel):
+    """A response of ``/tokenizer_info``."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    special_tokens: dict[str, str] = Field(description="Under the names that templates use.")
+    chat_template: str | dict[str, str] | None = Field(description="By name, where there are several.")
+
+
 class Detokenized(ResponseModel):
     """A response of ``/detokenize``."""
 

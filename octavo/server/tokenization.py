@@ -10,7 +10,7 @@ from octavo.engine.tokenizer import Tokenizer
 from octavo.server.api_errors import ApiError
 from octavo.server.large_bodies import beside_loop
 from octavo.server.prompt_fields import encode, render_chat
-from octavo.server.protocol_admin import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from octavo.server.protocol_admin import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, TokenizerInfo
 from octavo.server.request_template import choose
 from octavo.server.service import service_of
 from octavo.server.tools import read_tools
@@ -50,6 +50,22 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
             raise ApiError(400, f"token ids are integers from 0 to {vocab_size - 1}, not {token}", param="tokens")
     text = await beside_loop(request, _decode, service.llm.tokenizer, body.tokens)
     return Response(Detokenized(prompt=text).encode(), media_type="application/json")
+
+
+async def tokenizer_info(request: Request) -> TokenizerInfo:
+    """The tokenizer: its special tokens and chat templates."""
+    service = service_of(request)
+    tokenizer = service.llm.tokenizer
+    templates = tokenizer.chat_templates
+    return TokenizerInfo(
+        tokenizer_class=type(tokenizer.backend.model).__name__,
+        vocab_size=service.llm.model_config.vocab_size,
+        model_max_length=service.llm.max_model_len,
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        special_tokens=tokenizer.named_tokens,
+        chat_template=templates if len(templates) > 1 else next(iter(templates.values()), None),
+    )
 
 
 def _decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:

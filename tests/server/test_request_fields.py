@@ -45,7 +45,7 @@ TABLE: dict[str, tuple[str, str, Any] | tuple[str, str, Any, Any]] = {
     # OpenAI, completions
     "prompt": (ELSEWHERE, WORKS, "bye"),
     "best_of": (WORKS, WORKS, 2),
-    "echo": (REFUSED, WORKS, True, False),
+    "echo": (WORKS, WORKS, True),
     "logprobs": (WORKS, WORKS, None),
     "suffix": (REFUSED, REFUSED, "end", ""),
     # OpenAI, chats
@@ -95,6 +95,7 @@ TABLE: dict[str, tuple[str, str, Any] | tuple[str, str, Any, Any]] = {
     "tpot_target": (WORKS, WORKS, None),
     "cache_salt": (WORKS, WORKS, "a"),
     "truncate_prompt_tokens": (WORKS, WORKS, 3),
+    "truncation_side": (WORKS, WORKS, "right"),
     "add_special_tokens": (WORKS, WORKS, True),
     "add_generation_prompt": (WORKS, ELSEWHERE, False),
     "continue_final_message": (WORKS, ELSEWHERE, True),
