@@ -6,7 +6,8 @@
 
 A client's file in ``scripts/clients`` is run with URL and MODEL in its environment, and says what works. Cleverness is
 not judged, as the demo model has little: a client must come to its end without an error. Coding agents send prompts of
-20,000 tokens, more than the demo model's context; for them it is stretched to 65,536 positions (YaRN).
+20,000 tokens, more than the demo model's context; for them it is stretched to 65,536 positions (YaRN), and ends where a
+sentence does, as what it says so far from its home has no end.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Client:
     title: str
     #: Of PyPI or the npm registry; the first is the one whose version is shown.
     packages: tuple[str, ...]
+    #: Whether its prompts exceed the demo model's context.
+    is_agent: bool = False
 
     @property
     def name(self) -> str:
@@ -74,9 +77,9 @@ class Client:
 
 
 ALL = (
-    Client("claude_code.sh", "Claude Code", ("@anthropic-ai/claude-code",)),
-    Client("codex.sh", "Codex CLI", ("@openai/codex",)),
-    Client("opencode.sh", "opencode", ("opencode-ai",)),
+    Client("claude_code.sh", "Claude Code", ("@anthropic-ai/claude-code",), is_agent=True),
+    Client("codex.sh", "Codex CLI", ("@openai/codex",), is_agent=True),
+    Client("opencode.sh", "opencode", ("opencode-ai",), is_agent=True),
     Client("aider.sh", "aider", ("aider-chat",)),
     Client("mini_swe_agent.py", "mini-swe-agent", ("mini-swe-agent",)),
     Client("openai_python.py", "openai (Python)", ("openai",)),
@@ -179,7 +182,7 @@ def served(model: str, *flags: str) -> Iterator[str]:
 
 
 def stretched(folder: Path) -> Path:
-    """The demo model with a context of 65,536 tokens, in a new folder of links."""
+    """The demo model with a context of 65,536 tokens and answers of one sentence, in a new folder of links."""
     sys.path.insert(0, str(ROOT))
     from tests.hub_folders import hub_folder
 
@@ -187,29 +190,39 @@ def stretched(folder: Path) -> Path:
     target = folder / DEMO
     target.mkdir()
     for file in source.iterdir():
-        if file.name != "config.json":
+        if file.name not in ("config.json", "generation_config.json"):
             (target / file.name).symlink_to(file)
     config = json.loads((source / "config.json").read_text())
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
     config |= {"max_position_embeddings": 65_536, "rope_parameters": {**config["rope_parameters"], **yarn}}
     (target / "config.json").write_text(json.dumps(config))
+    vocabulary = json.loads((source / "tokenizer.json").read_text())["model"]["vocab"]
+    ends = [config["eos_token_id"], *(vocabulary[text] for text in (".", "!", "?", "\u010a"))]
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return target
 
 
 def try_all(names: list[str], flags: list[str]) -> list[Outcome]:
     """Drives the clients of these names, all without names."""
     chosen = [client for client in ALL if not names or client.name in names]
-    outcomes = []
-    with tempfile.TemporaryDirectory() as folder, served(str(stretched(Path(folder))), *flags) as url:
-        for client in chosen:
-            print(f"== {client.title}", flush=True)
-            try:
-                outcome = drive(client, url, DEMO)
-            except (OSError, subprocess.CalledProcessError) as e:
-                outcome = Outcome(client, "-", "", f"not installed: {e} {getattr(e, 'stderr', '')}")
-            outcomes.append(outcome)
-            print(f"   {outcome.version}: {outcome.works or 'FAILED: ' + outcome.output}", flush=True)
-    return outcomes
+    outcomes: dict[str, Outcome] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for is_agent, model in ((False, DEMO), (True, str(stretched(Path(folder))))):
+            clients = [client for client in chosen if client.is_agent == is_agent]
+            if clients:
+                with served(model, *flags) as url:
+                    outcomes |= {client.name: _told(client, url) for client in clients}
+    return [outcomes[client.name] for client in chosen]
+
+
+def _told(client: Client, url: str) -> Outcome:
+    print(f"== {client.title}", flush=True)
+    try:
+        outcome = drive(client, url, DEMO)
+    except (OSError, subprocess.CalledProcessError) as e:
+        outcome = Outcome(client, "-", "", f"not installed: {e} {getattr(e, 'stderr', '')}")
+    print(f"   {outcome.version}: {outcome.works or 'FAILED: ' + outcome.output}", flush=True)
+    return outcome
 
 
 def _run(*command: str | Path) -> None:

@@ -95,6 +95,7 @@ TABLE: dict[str, tuple[str, str, Any] | tuple[str, str, Any, Any]] = {
     "tpot_target": (WORKS, WORKS, None),
     "cache_salt": (WORKS, WORKS, "a"),
     "truncate_prompt_tokens": (WORKS, WORKS, 3),
+    "thinking_token_budget": (WORKS, WORKS, 5),
     "truncation_side": (WORKS, WORKS, "right"),
     "add_special_tokens": (WORKS, WORKS, True),
     "add_generation_prompt": (WORKS, ELSEWHERE, False),
