@@ -1,8 +1,8 @@
 """Messages between a front end and the process of its engine core: msgpack, tagged, bounded in size.
 
 Three channels: front end to core (``ToCore``), core to front end (``FromCore``), and a socket pair that
-carries nothing while both live: when it closes, each knows that the other has ended. A core that fails sends
-``ExitReport`` there.
+carries nothing while both live: when it closes, each knows that the other has ended. A core that fails sends its
+``Failure`` there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from octavo.core.child_processes import Failure, LogMessage
 from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import InvalidRequestError
 from octavo.core.model_config import ModelConfig
@@ -22,7 +23,7 @@ MAX_BYTES_TO_CORE = 64 << 20
 #: The longest from the core are the logprobs of prompts: ``max_logprobs`` ids and numbers for each token of a step.
 MAX_BYTES_FROM_CORE = 1 << 30
 BYTES_OF_LOGPROB = 14
-#: Characters of the message in ``ExitReport``.
+#: Characters of the message of a core that has failed.
 MAX_EXIT_REPORT = 8000
 
 
@@ -115,26 +116,11 @@ class StepDone(msgspec.Struct, tag=True, array_like=True):
 
 
 class Reply(msgspec.Struct, tag=True, array_like=True):
-    """The answer to a ``Call``: a value, or the message of the error that it raised."""
+    """The answer to a ``Call``: a value, or the error that it raised."""
 
     call_id: int
     value: msgspec.Raw
-    error: str | None = None
-
-
-class LogMessage(msgspec.Struct, tag=True, array_like=True):
-    """A log message for logger "octavo" of the front end."""
-
-    level: int
-    text: str
+    error: Failure | None = None
 
 
 FromCore = Ready | StepDone | Reply | LogMessage
-
-
-class ExitReport(msgspec.Struct):
-    """Why the core ended."""
-
-    #: Name of the class in ``octavo.core.errors``, or of any other exception.
-    kind: str
-    message: str

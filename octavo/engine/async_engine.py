@@ -183,7 +183,7 @@ class AsyncEngine:
         """
         options = options_from_keywords("generate", keywords)
         kind = RequestOutputKind.CUMULATIVE if streaming else RequestOutputKind.FINAL_ONLY
-        with contextlib.closing(await self._submit(request_id, prompt, sampling_params, options, kind)) as stream:
+        with contextlib.closing(await self.submit(request_id, prompt, sampling_params, options, kind=kind)) as stream:
             async for output in stream:
                 yield output
 
@@ -195,9 +195,10 @@ class AsyncEngine:
         options: RequestOptions = DEFAULT_OPTIONS,
         *,
         streaming: bool = True,
+        kind: RequestOutputKind = RequestOutputKind.DELTA,
         **keywords: Any,
     ) -> RequestStream:
-        """Checks and queues a request. If ``streaming``, outputs are increments; else there is one, with everything.
+        """Checks and queues a request. If ``streaming``, outputs are of ``kind``; else there is one, with everything.
 
         ``output_kind`` of the parameters may say otherwise. ``keywords``: fields of ``options``.
 
@@ -210,17 +211,7 @@ class AsyncEngine:
             OctavoError: as for ``ready``, of the first request.
         """
         options = options_from_keywords("submit", keywords, options)
-        kind = RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY
-        return await self._submit(request_id, prompt, params, options, kind)
-
-    async def _submit(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None,
-        options: RequestOptions,
-        kind: RequestOutputKind,
-    ) -> RequestStream:
+        kind = kind if streaming else RequestOutputKind.FINAL_ONLY
         if isinstance(prompt, (SamplingParams, BeamSearchParams)):
             raise InvalidRequestError("a request is given as request_id, prompt, parameters, in this order")
         if not self._loaded:
@@ -242,12 +233,12 @@ class AsyncEngine:
     def _send(self, request: RequestState, replica: int | None = None) -> RequestStream:
         """Gives a request to ``replica``, or to the one that the router chooses."""
         try:
-            self._replicas.add(request.source.group, replica)
+            self._replicas.add(request.group, replica)
         except OctavoError:
             self.front_end.outputs.discard(request)
             raise
         stream = self._streams[request.request_id] = RequestStream(request, self._abandon)
-        self._queued.add(request.group_id, len(request.source.prompt_token_ids))
+        self._queued.add(request.group_id, len(request.prompt_token_ids))
         self._nothing_open.clear()
         return stream
 
@@ -315,7 +306,7 @@ class AsyncEngine:
             request = self.front_end.outputs.of_group(group.group_id)
             stream = self._streams[request.request_id]
             if self.config.data_parallel_retry and not stream.has_given:
-                stream.request = self.front_end.outputs.reopen(request)
+                self.front_end.outputs.open(request, request.kind)
                 self._queued.add(group.group_id, len(group.prompt_token_ids))
                 self._replicas.add(group)
             else:

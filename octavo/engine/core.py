@@ -87,6 +87,7 @@ class EngineCore(StepLoop):
             for count, host_count, (block_bytes, window) in zip(counts, host_counts, groups, strict=True)
         ]
         executor.collective_rpc("make_cache", [counts, host_counts, self.max_model_len])
+        self.blocks = BlockManager(sizes, options.block_size, **block_settings(options))
         scheduler = self._new_scheduler(executor, sizes, Preparations(limits_of(options)))
         super().__init__(scheduler, executor, max_in_flight=_steps_in_flight(options))
         checkpoint = self.model_config.quantization
@@ -113,16 +114,8 @@ class EngineCore(StepLoop):
         self.is_sleeping = False
 
     def _new_scheduler(self, executor: Executor, sizes: list[GroupBlocks], preparations: Preparations) -> Scheduler:
-        """A scheduler over blocks of these sizes, which are new too, with the cost of moving one."""
+        """A scheduler over the blocks, which have these sizes, with the cost of moving one."""
         options = self.options
-        self.blocks = self._new_blocks(
-            sizes,
-            max_num_batched_tokens=options.token_budget * _steps_in_flight(options),
-            cuts_prompts=options.cuts_prompts,
-            watermark=options.watermark,
-            prefix_caching=options.enable_prefix_caching,
-            host_cache=options.host_prefix_cache,
-        )
         scheduler = Scheduler(
             self.blocks,
             options,
@@ -137,9 +130,6 @@ class EngineCore(StepLoop):
             if seconds:
                 scheduler.move_cost.observe_move(sum(size.block_bytes for size in sizes), seconds)
         return scheduler
-
-    def _new_blocks(self, sizes: list[GroupBlocks], **settings: Any) -> BlockManager:
-        return BlockManager(sizes, self.options.block_size, **settings)
 
     def abort(self, group_id: int) -> None:
         """Ends a request in any state; nothing happens if it has ended."""
@@ -202,6 +192,17 @@ class EngineCore(StepLoop):
         self._end_workers()
 
 
+def block_settings(options: EngineConfig) -> dict[str, Any]:
+    """The keywords of a ``BlockManager`` under these options, whose token budget is resolved."""
+    return {
+        "max_num_batched_tokens": options.token_budget * _steps_in_flight(options),
+        "cuts_prompts": options.cuts_prompts,
+        "watermark": options.watermark,
+        "prefix_caching": options.enable_prefix_caching,
+        "host_cache": options.host_prefix_cache,
+    }
+
+
 def _check_threads(options: EngineConfig) -> None:
     """Warns of more threads than processors: they wait for one another by spinning, and take turns while they do."""
     processors = len(os.sched_getaffinity(0))
@@ -233,22 +234,22 @@ def _resolve_dtype(options: EngineConfig, config: ModelConfig) -> str:
 
 
 def _check_max_logprobs(options: EngineConfig) -> None:
-    wanted = options.max_logprobs or 0
-    if (wanted == -1 or wanted > MAX_LOGPROBS_ON_GPU) and resolve_device(options.device) != "cpu":
-        raise ConfigError(f"max_logprobs must be in [0, {MAX_LOGPROBS_ON_GPU}] on a GPU, not {wanted}")
+    limit = options.max_logprobs or 0
+    if (limit == -1 or limit > MAX_LOGPROBS_ON_GPU) and resolve_device(options.device) != "cpu":
+        raise ConfigError(f"max_logprobs must be in [0, {MAX_LOGPROBS_ON_GPU}] on a GPU, not {limit}")
 
 
 def _context_length(options: EngineConfig, config: ModelConfig) -> int:
     """``max_model_len``, checked against the model and the token budget."""
-    wanted = options.max_model_len or config.max_position
-    if wanted > config.max_position:
+    length = options.max_model_len or config.max_position
+    if length > config.max_position:
         raise ConfigError(
-            f"max_model_len ({wanted}) is longer than the model's context length ({config.max_position} tokens)"
+            f"max_model_len ({length}) is longer than the model's context length ({config.max_position} tokens)"
         )
     budget = options.max_num_batched_tokens
-    if not options.enable_chunked_prefill and budget is not None and budget < wanted:
+    if not options.enable_chunked_prefill and budget is not None and budget < length:
         raise ConfigError(
             f"with enable_chunked_prefill off, max_num_batched_tokens ({budget}) must be at least the context length "
-            f"({wanted}); lower max_model_len or raise the budget"
+            f"({length}); lower max_model_len or raise the budget"
         )
-    return wanted
+    return length

@@ -6,12 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import weakref
 from collections.abc import Awaitable, Callable
@@ -20,15 +17,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from octavo.core import errors
+from octavo.core.child_processes import Failure, LogMessage, how_it_ended, start_process
 from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError
 from octavo.core.messages import (
     MAX_BYTES_FROM_CORE,
     MAX_BYTES_TO_CORE,
     Call,
-    ExitReport,
     FromCore,
-    LogMessage,
     Ready,
     Reply,
     Shutdown,
@@ -58,15 +53,9 @@ class CoreProcess:
         #: Readable when the core has ended or is about to.
         self.life, theirs = socket.socketpair()
         with theirs:
-            # Modules that options name (scheduling policies) are found on the same path; -P adds nothing to it.
-            path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "octavo.engine.core_process", str(self.folder), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
-                # Ctrl-C is for the front end alone, also before the core can say that it ignores it.
-                process_group=0,
+            descriptor = theirs.fileno()
+            self._process = start_process(
+                "octavo.engine.core_process", self.folder, descriptor, pass_fds=[descriptor], stdin=subprocess.DEVNULL
             )
 
     @property
@@ -98,17 +87,9 @@ class CoreProcess:
     def exit_reason(self) -> str:
         """How the process ended; it may still be ending, for some milliseconds."""
         try:
-            code = self._process.wait(timeout=0.2)
+            return how_it_ended(self._process.wait(timeout=0.2))
         except subprocess.TimeoutExpired:
             return "is ending"
-        return f"exited with code {code}" if code >= 0 else f"was ended by signal {-code} ({_signal_name(-code)})"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
 
 
 class CoreClient:
@@ -159,24 +140,23 @@ class CoreClient:
 
     # --- to the core ------------------------------------------------------------------------------------------------
 
-    def encode(self, message: ToCore) -> bytes:
-        """A message as it is sent. What the core could not read was refused before (``InputProcessor``).
+    def send(self, message: ToCore) -> None:
+        """Sends a message without waiting; nothing happens if the core has ended.
+
+        What the core could not read was refused before (``InputProcessor``).
 
         Raises:
             InvalidRequestError: it holds something that cannot be sent, or is too long.
         """
+        if self.error is not None or self._closing:
+            return
         try:
             data = self._encoder.encode(message)
         except (TypeError, ValueError, OverflowError) as e:
             raise InvalidRequestError(f"the request cannot be sent to the engine's process: {e}") from None
         if len(data) > MAX_BYTES_TO_CORE:
             raise InvalidRequestError(f"the request takes {len(data)} bytes; at most {MAX_BYTES_TO_CORE} can be sent")
-        return data
-
-    def send(self, message: ToCore | bytes) -> None:
-        """Sends a message, encoded or not, without waiting; nothing happens if the core has ended."""
-        if self.error is None and not self._closing:
-            self._out.send(message if isinstance(message, bytes) else self._encoder.encode(message))
+        self._out.send(data)
 
     async def call(self, method: Any, kind: type[T], *args: Any) -> T:
         """The core's answer to a ``Call``.
@@ -222,8 +202,7 @@ class CoreClient:
                 if error is None:
                     future.set_result(value)
                 else:
-                    kind, _, reason = error.partition(": ")
-                    future.set_exception(errors.reported_error(kind, reason))
+                    future.set_exception(error.error())
             case LogMessage(level, text):
                 logger.log(level, "%s", text)
             case Ready():
@@ -308,8 +287,6 @@ def _exit_error(report: bytes, process: CoreProcess, *, loading: bool) -> Octavo
     """The error of a core that has ended: the ``OctavoError`` reported while loading, else ``EngineDeadError``."""
     if not report:
         return EngineDeadError(f"the engine's process {process.exit_reason()}")
-    decoded = msgspec.msgpack.decode(report, type=ExitReport)
-    kind = getattr(errors, decoded.kind, None)
-    if loading and isinstance(kind, type) and issubclass(kind, OctavoError):
-        return kind(decoded.message)
-    return EngineDeadError(f"the engine's process failed: {decoded.message}")
+    failure = msgspec.msgpack.decode(report, type=Failure)
+    error = failure.error()
+    return error if loading and failure.is_known else EngineDeadError(f"the engine's process failed: {error}")

@@ -27,6 +27,7 @@ import msgspec
 import zmq
 
 from octavo.core.adapters import AdapterRef
+from octavo.core.child_processes import Failure, end_with, send_logs
 from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import ConfigError, OctavoError, memory_errors
 from octavo.core.messages import (
@@ -37,9 +38,7 @@ from octavo.core.messages import (
     Abort,
     Add,
     Call,
-    ExitReport,
     FromCore,
-    LogMessage,
     Ready,
     Reply,
     Shutdown,
@@ -50,7 +49,6 @@ from octavo.core.messages import (
     Unpin,
 )
 from octavo.engine.garbage import IdleCollector, settle_collector
-from octavo.engine.step_meter import StepMeter
 
 if TYPE_CHECKING:
     from octavo.engine.core import EngineCore
@@ -67,64 +65,41 @@ LINGER = 500
 logger = logging.getLogger("octavo")
 
 
-class Inbox:
-    """Messages from the front end, in the order in which they were sent."""
+class FrontEndLink:
+    """Messages from the front end, in the order in which they were sent, and messages to it."""
 
     def __init__(self, context: zmq.Context[Any], folder: Path) -> None:
-        self._socket = context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES_TO_CORE)
-        self._socket.bind(f"ipc://{folder / TO_CORE}")
-        self._decoder = msgspec.msgpack.Decoder(ToCore)
+        self._in, self._out = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self._in.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES_TO_CORE)
+        self._in.bind(f"ipc://{folder / TO_CORE}")
+        self._out.setsockopt(zmq.SNDHWM, MAX_WAITING_STEPS)
+        self._out.connect(f"ipc://{folder / FROM_CORE}")
+        self._decoder, self._encoder = msgspec.msgpack.Decoder(ToCore), msgspec.msgpack.Encoder()
+        self._lock = threading.Lock()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Sleeps until there is a message, or for ``timeout`` seconds; whether there is one."""
-        return bool(self._socket.poll(None if timeout is None else timeout * 1e3))
+        return bool(self._in.poll(None if timeout is None else timeout * 1e3))
 
     def receive(self) -> ToCore | None:
         """The next message, or None if there is none now."""
         try:
-            data = self._socket.recv(zmq.NOBLOCK)
+            data = self._in.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
         return self._decoder.decode(data)
 
-
-class Outbox:
-    """Messages to the front end."""
-
-    def __init__(self, context: zmq.Context[Any], folder: Path) -> None:
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, MAX_WAITING_STEPS)
-        self._socket.connect(f"ipc://{folder / FROM_CORE}")
-        self._encoder = msgspec.msgpack.Encoder()
-        self._lock = threading.Lock()
-
     def send(self, message: FromCore) -> None:
         """Sends a message; waits if the front end is far behind."""
         with self._lock:  # any thread may log
-            self._socket.send(self._encoder.encode(message))
-
-
-class LogSender(logging.Handler):
-    """Sends log messages to the front end, which writes them as it writes its own."""
-
-    def __init__(self, outbox: Outbox) -> None:
-        super().__init__()
-        self._outbox = outbox
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Sends one message, with the traceback if it has one."""
-        self._outbox.send(LogMessage(record.levelno, self.format(record)))
+            self._out.send(self._encoder.encode(message))
 
 
 class CoreLoop:
     """Drives a core by messages: handles those that have arrived before each step, and sends one after it."""
 
-    def __init__(self, core: EngineCore, inbox: Inbox, outbox: Outbox) -> None:
-        self._core = core
-        self._inbox = inbox
-        self._outbox = outbox
-        self._meter = StepMeter(core, core.replica)
+    def __init__(self, core: EngineCore, front_end: FrontEndLink) -> None:
+        self._core, self._front_end = core, front_end
         self._collector = IdleCollector()
         self._paused = False
         #: While there is nothing to do, seconds between two looks at workers in other processes.
@@ -134,7 +109,7 @@ class CoreLoop:
         """Runs until ``Shutdown``."""
         while self._receive_messages():
             if self._has_step:
-                self._outbox.send(StepDone(*self._meter.step()))
+                self._front_end.send(StepDone(*self._core.measured_step()))
 
     @property
     def _has_step(self) -> bool:
@@ -146,11 +121,11 @@ class CoreLoop:
     def _receive_messages(self) -> bool:
         """Handles the messages that have arrived; waits for one if there is no work. False: shut down."""
         busy = self._has_step
-        if not busy and not self._inbox.wait(0):
+        if not busy and not self._front_end.wait(0):
             self._collector.collect()
-        while not busy and not self._inbox.wait(self._health_interval):
+        while not busy and not self._front_end.wait(self._health_interval):
             self._core.executor.check_health()
-        while (message := self._inbox.receive()) is not None:
+        while (message := self._front_end.receive()) is not None:
             match message:
                 case Add(request):
                     self._core.scheduler.add(request)
@@ -161,15 +136,15 @@ class CoreLoop:
                 case Unpin(name):
                     self._core.blocks.pinned.remove(name)
                 case Call(call_id, method, args):
-                    self._outbox.send(self._reply(call_id, method, args))
+                    self._front_end.send(self._reply(call_id, method, args))
                 case Shutdown():
                     return False
         if busy and not self._core.scheduler.has_work:  # emptied by aborts: no step follows that would report it
-            self._outbox.send(StepDone(EngineCoreOutputs(), self._meter.emptied()))
+            self._front_end.send(StepDone(EngineCoreOutputs(), self._core.measure_emptied()))
         return True
 
     def _reply(self, call_id: int, method: str, args: list[Any]) -> Reply:
-        encoded, error = msgspec.msgpack.encode(None), None
+        encoded, failure = msgspec.msgpack.encode(None), None
         try:
             methods: dict[str, Callable[..., Any]] = {
                 "stats": self._core.scheduler.stats,
@@ -183,8 +158,8 @@ class CoreLoop:
             }
             encoded = msgspec.msgpack.encode(methods[method](*args))
         except Exception as e:  # raised again in the caller
-            error = f"{type(e).__name__}: {e}"
-        return Reply(call_id, msgspec.Raw(encoded), error)
+            failure = Failure.of(e)
+        return Reply(call_id, msgspec.Raw(encoded), failure)
 
 
 def serve(folder: Path) -> None:
@@ -195,36 +170,35 @@ def serve(folder: Path) -> None:
     """
     context = zmq.Context()
     try:
-        inbox, outbox = Inbox(context, folder), Outbox(context, folder)
-        core = _load(inbox, outbox)
+        front_end = FrontEndLink(context, folder)
+        core = _load(front_end)
         settle_collector()
         if core is not None:
             try:
-                CoreLoop(core, inbox, outbox).run()
+                CoreLoop(core, front_end).run()
             finally:
                 core.shutdown()
     finally:
         context.destroy(linger=LINGER)
 
 
-def _load(inbox: Inbox, outbox: Outbox) -> EngineCore | None:
+def _load(front_end: FrontEndLink) -> EngineCore | None:
     """The core that the first message asks for; None if that is to shut down."""
     # While the front end looks for the model, this process imports what every model needs; torch takes longest.
     importlib.import_module("octavo.runner.model_runner")
     from octavo.core.config import make_config
     from octavo.engine.core import EngineCore
 
-    inbox.wait()
-    start = inbox.receive()
+    front_end.wait()
+    start = front_end.receive()
     if not isinstance(start, Start):
         return None
-    logger.handlers, logger.propagate = [LogSender(outbox)], False
-    logger.setLevel(start.log_level)
+    send_logs(start.log_level, front_end.send)
     try:
         with memory_errors():
             core = EngineCore(make_config(**start.options), Path(start.folder), start.replica)
         _check_messages(core)
-        outbox.send(Ready(core.model_config, core.max_model_len))
+        front_end.send(Ready(core.model_config, core.max_model_len))
     except OctavoError:
         raise
     except Exception:
@@ -252,22 +226,15 @@ def main(arguments: list[str]) -> int:
     gc.disable()  # the imports make many objects that stay: collecting would take a fifth of the start
     folder, life = Path(arguments[0]), socket.socket(fileno=int(arguments[1]))
     life.set_inheritable(False)
-    threading.Thread(target=_end_with_parent, args=(life, folder), daemon=True).start()
+    end_with(life, lambda: shutil.rmtree(folder, ignore_errors=True))  # no client is left
     try:
         serve(folder)
     except Exception as e:
-        kind = type(e).__name__
-        message = str(e) if isinstance(e, OctavoError) else f"{kind}: {e}"
-        life.sendall(msgspec.msgpack.encode(ExitReport(kind, message[:MAX_EXIT_REPORT])))
+        failure = Failure.of(e)
+        failure.message = failure.message[:MAX_EXIT_REPORT]
+        life.sendall(msgspec.msgpack.encode(failure))
         return 1
     return 0
-
-
-def _end_with_parent(life: socket.socket, folder: Path) -> None:
-    """Waits for the parent's end, and ends this process at once: no client is left."""
-    life.recv(1)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
 
 
 if __name__ == "__main__":

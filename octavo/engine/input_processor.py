@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -20,6 +19,7 @@ from octavo.core.request import Beam, EngineCoreRequest, Generate
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.engine.model_files import ModelFiles
+from octavo.engine.output_processor import RequestState
 from octavo.engine.reasoning_marks import REASONING_MARKS, find_reasoning_marks
 from octavo.engine.tokenizer import NoTokenizer
 from octavo.grammar.compiler import GrammarCompiler
@@ -36,24 +36,6 @@ _RESOLVED: dict[str, Any] = {
     "arrival_time": None, "lora_request": None, "prediction": None, "visible_tokens": frozenset(), "client": "",
     "reasoning": None,
 }  # fmt: skip
-
-
-@dataclass(slots=True)
-class ProcessedRequest:
-    """A checked request: its text, the parameters as the user gave them, and what the core takes."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams | BeamSearchParams
-    group: EngineCoreRequest
-    #: Special tokens that are part of the text although others are not.
-    visible_tokens: frozenset[int] = frozenset()
-
-    @property
-    def num_virtual_tokens(self) -> int:
-        """Tokens of its adapter before the prompt, which users do not see."""
-        return 0 if self.group.adapter is None else self.group.adapter.num_virtual_tokens
 
 
 class InputProcessor:
@@ -95,8 +77,8 @@ class InputProcessor:
         params: SamplingParams | BeamSearchParams,
         options: RequestOptions = DEFAULT_OPTIONS,
         adapter: AdapterRef | None = None,
-    ) -> ProcessedRequest:
-        """Tokenizes and checks one request; nothing is changed if it is refused.
+    ) -> RequestState:
+        """Tokenizes and checks one request, for ``OutputProcessor.open``; nothing is changed if it is refused.
 
         ``adapter``: what its ``lora_request`` names (``AdapterRegistry``).
 
@@ -129,7 +111,9 @@ class InputProcessor:
             prediction=predicted,
         )
         self._next_group_id += 1
-        return ProcessedRequest(request_id, text, token_ids, params, group, options.visible_tokens)
+        if isinstance(params, BeamSearchParams):  # its hypotheses are shown as completions
+            params = SamplingParams(n=params.beam_width, skip_special_tokens=params.skip_special_tokens)
+        return RequestState(request_id, text, token_ids, params, group, options.visible_tokens)
 
     def default_params(self) -> SamplingParams:
         """New parameters for a request that brings none: the model's own defaults, and for the rest those here."""

@@ -21,7 +21,6 @@ from octavo.engine.front_end import FrontEnd
 from octavo.engine.model_files import ModelFiles, find_files
 from octavo.engine.shared_prefixes import SharedPrefix
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
-from octavo.engine.step_meter import StepMeter
 
 
 class LLMEngine:
@@ -50,7 +49,6 @@ class LLMEngine:
         with memory_errors():
             self.core = core or EngineCore(files.options, files.folder)
             self._stat_loggers = make_stat_loggers(files.options, stat_loggers)
-            self._meter = StepMeter(self.core) if self._stat_loggers else None
             self.front_end = FrontEnd(files, self.core.max_model_len, sends=not self.core.executor.in_process)
         self.tokenizer, self.inputs = self.front_end.tokenizer, self.front_end.inputs
         self.adapters = self.front_end.adapters
@@ -98,7 +96,7 @@ class LLMEngine:
         adapter = None if named is None else self.adapters.load(named)
         kind = RequestOutputKind.CUMULATIVE if streaming else RequestOutputKind.FINAL_ONLY
         request = self.front_end.add(request_id, prompt, params, options, adapter, kind)
-        self.core.scheduler.add(request.source.group)
+        self.core.scheduler.add(request.group)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step: the requests that it added to, each with all of its output so far; see ``add_request``."""
@@ -109,10 +107,10 @@ class LLMEngine:
         return outputs
 
     def _step(self) -> list[RequestOutput]:
-        if self._meter is None:
+        if not self._stat_loggers:
             outputs = self.core.step()
         else:
-            outputs, stats = self._meter.step()
+            outputs, stats = self.core.measured_step()
             log_stats(self._stat_loggers, stats)
         ready, stopped = self.front_end.outputs.process(outputs)
         for group_id, index in stopped:

@@ -6,14 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.engine_outputs import AdmissionStats, DraftStats, EngineCoreOutputs, GroupOutput, SequenceOutput
 from octavo.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from octavo.core.plan import PositionLogprobs, SequenceResult
-from octavo.core.request import Generate, SequenceStatus
+from octavo.core.request import EngineCoreRequest, Generate, SequenceStatus
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.detokenizer import IncrementalDetokenizer
-from octavo.engine.input_processor import ProcessedRequest
 from octavo.engine.tokenizer import Tokenizer
 
 #: A token or a text ended the output; it failed.
@@ -43,30 +41,41 @@ class _Completion:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """An open request and its output since the last ``take``; output that is not taken accumulates."""
+    """A checked request, what the core takes of it, and while it is open its output since the last ``take``.
 
-    source: ProcessedRequest
-    #: How its completions are shown.
+    Output that is not taken accumulates.
+    """
+
+    #: As the user named it.
+    request_id: str
+    prompt: str | None
+    #: Those of its adapter are not among them: users do not see virtual tokens.
+    prompt_token_ids: list[int]
+    #: As the user gave them; of a beam search, how its hypotheses are shown as completions.
     params: SamplingParams
-    metrics: RequestMetrics
-    kind: RequestOutputKind
-    completions: list[_Completion] = field(default_factory=list)
+    group: EngineCoreRequest
+    #: Special tokens that are part of the text although others are not.
+    visible_tokens: frozenset[int] = frozenset()
+    # Set when it is opened:
+    kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+    metrics: RequestMetrics = field(init=False)
+    completions: list[_Completion] = field(init=False)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     #: What is in ``metrics`` from the next ``take`` on: drafts so far, and when the last token came.
     drafts: DraftStats | None = None
     last_token_time: float | None = None
     #: All that was taken, of ``CUMULATIVE``.
-    _taken: RequestOutput | None = None
-
-    @property
-    def request_id(self) -> str:
-        """As the user named it."""
-        return self.source.request_id
+    taken: RequestOutput | None = None
 
     @property
     def group_id(self) -> int:
         """As the engine core knows it."""
-        return self.source.group.group_id
+        return self.group.group_id
+
+    @property
+    def num_virtual_tokens(self) -> int:
+        """Tokens of its adapter before the prompt."""
+        return 0 if self.group.adapter is None else self.group.adapter.num_virtual_tokens
 
     @property
     def streaming(self) -> bool:
@@ -91,25 +100,25 @@ class RequestState:
         if self.kind is not RequestOutputKind.CUMULATIVE:
             return self._take_new()
         new = self._take_new()
-        self._taken = new if self._taken is None else self._taken + new
-        return self._taken
+        self.taken = new if self.taken is None else self.taken + new
+        return self.taken
 
     def _take_new(self) -> RequestOutput:
         """Costs nothing for what was taken before."""
-        finished, prompt_token_ids = self.finished, self.source.prompt_token_ids
+        finished = self.finished
         outputs = [c.take() for c in self.completions]
         if (drafts := self.drafts) is not None:
             drafted, accepted, self.drafts = drafts.num_draft_tokens, drafts.num_accepted_tokens, None
             self.metrics = replace(self.metrics, num_draft_tokens=drafted, num_accepted_draft_tokens=accepted)
         output = RequestOutput(
-            request_id=self.source.request_id,
-            prompt=self.source.prompt,
-            prompt_token_ids=prompt_token_ids,
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
             outputs=self._best(outputs) if finished else outputs,
             finished=finished,
             metrics=self.metrics,
         )
-        if self.prompt_logprobs is not None and (finished or len(self.prompt_logprobs) == len(prompt_token_ids)):
+        if self.prompt_logprobs is not None and (finished or len(self.prompt_logprobs) == len(self.prompt_token_ids)):
             output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return output
 
@@ -140,21 +149,19 @@ class OutputProcessor:
         """Requests that have not ended."""
         return len(self._requests)
 
-    def open(self, source: ProcessedRequest, kind: RequestOutputKind) -> RequestState:
+    def open(self, request: RequestState, kind: RequestOutputKind) -> RequestState:
         """Begins a request; it has an output after each step, or at its end only (``FINAL_ONLY``).
 
         Its parameters may name another kind than ``kind``, but for that. Beam search and ``best_of`` have nothing to
-        show before their end.
+        show before their end. One that is open begins anew, as if nothing of it had been computed.
         """
-        task, params = source.group.task, source.params
-        if isinstance(params, BeamSearchParams):  # its hypotheses are shown as completions
-            params = SamplingParams(n=params.beam_width, skip_special_tokens=params.skip_special_tokens)
+        task, params = request.group.task, request.params
         if kind is not RequestOutputKind.FINAL_ONLY:
             shows = isinstance(task, Generate) and params.num_sequences == params.n
             kind = (params.output_kind or kind) if shows else RequestOutputKind.FINAL_ONLY
-        request = RequestState(source, params, RequestMetrics(source.group.arrival_time), kind)
-        if params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]
+        request.kind, request.metrics = kind, RequestMetrics(request.group.arrival_time)
+        request.completions, request.drafts, request.last_token_time, request.taken = [], None, None, None
+        request.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         for index in range(params.num_sequences):
             output = CompletionOutput(index)
             if params.logprobs is not None:
@@ -163,14 +170,15 @@ class OutputProcessor:
                 output.cumulative_logprob = 0.0
             completion = _Completion(output)
             if params.detokenize and (params.stop or request.streaming):
-                completion.detokenizer = self._detokenizer(source, params)
+                completion.detokenizer = self._detokenizer(request)
             request.completions.append(completion)
         self._requests[request.request_id] = request
         self._groups[request.group_id] = request
         return request
 
-    def _detokenizer(self, source: ProcessedRequest, params: SamplingParams) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(self._tokenizer, source.prompt_token_ids, params, source.visible_tokens)
+    def _detokenizer(self, request: RequestState) -> IncrementalDetokenizer:
+        prompt, visible = request.prompt_token_ids, request.visible_tokens
+        return IncrementalDetokenizer(self._tokenizer, prompt, request.params, visible)
 
     def process(self, step: EngineCoreOutputs) -> tuple[list[RequestState], list[tuple[int, int]]]:
         """Adds a step: the requests with an output to take, and the sequences (group, index) ended by a stop text."""
@@ -180,7 +188,7 @@ class OutputProcessor:
         for admission in step.admissions:
             request = self._groups.get(admission.group_id)
             if request is not None:
-                request.metrics = _with_admission(request.metrics, admission, request.source.num_virtual_tokens)
+                request.metrics = _with_admission(request.metrics, admission, request.num_virtual_tokens)
         for drafts in step.drafts:
             request = self._groups.get(drafts.group_id)
             if request is not None:
@@ -225,10 +233,6 @@ class OutputProcessor:
         """The open request that the engine core knows by this id."""
         return self._groups[group_id]
 
-    def reopen(self, request: RequestState) -> RequestState:
-        """Begins an open request anew, as if nothing of it had been computed."""
-        return self.open(request.source, request.kind)
-
     def discard(self, request: RequestState) -> None:
         """Closes a request as it is; output not yet taken stays in it."""
         del self._requests[request.request_id]
@@ -248,7 +252,7 @@ class OutputProcessor:
                     completion.output.adapter_failed = update.adapter_failed
                     self._finish(request, completion, update.finish_reason)
             return
-        stops = request.source.group.task.stop_token_ids
+        stops = request.group.task.stop_token_ids
         # Fewer than asked for where the vocabulary has not as many continuations.
         request.completions = request.completions[: len(update.hypotheses)]
         for completion, hypothesis in zip(request.completions, update.hypotheses, strict=True):
@@ -290,7 +294,7 @@ class OutputProcessor:
             if stop is not None:  # it ended in a broken character that completes a stop string
                 output.finish_reason, output.stop_reason = _STOPPED, stop
         elif params.detokenize:
-            completion.detokenizer = self._detokenizer(request.source, params)
+            completion.detokenizer = self._detokenizer(request)
             completion.detokenizer.append(output.token_ids[:-1] if drop_last else output.token_ids)
             completion.detokenizer.finish()
 
@@ -304,12 +308,12 @@ class OutputProcessor:
                 output.cumulative_logprob += position.logprob
             if output.logprobs is not None:
                 output.logprobs.append(self._readable(position))
-        known = request.prompt_logprobs
-        if known is not None and output.index == 0:
+        prompt_logprobs = request.prompt_logprobs
+        if prompt_logprobs is not None and output.index == 0:
             # After a preemption the prompt is computed again; what is known already is not added twice.
-            start = extra.prompt_start - request.source.num_virtual_tokens
-            fresh = extra.prompt_logprobs[len(known) - start :] if extra.prompt_logprobs else []
-            known.extend(self._readable(p) for p in fresh)
+            start = extra.prompt_start - request.num_virtual_tokens
+            fresh = extra.prompt_logprobs[len(prompt_logprobs) - start :] if extra.prompt_logprobs else []
+            prompt_logprobs.extend(self._readable(p) for p in fresh)
 
     def _readable(self, position: PositionLogprobs) -> TokenLogprobs:
         text = self._tokenizer.token_text

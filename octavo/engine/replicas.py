@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from octavo.core.errors import EngineDeadError, OctavoError
+from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError
 from octavo.core.messages import Add, Ready, Start, StepDone, ToCore
 from octavo.core.option_parts import FIRST_STEP_TIMEOUT
 from octavo.core.request import EngineCoreRequest
@@ -92,10 +92,9 @@ class Replicas:
         """Gives a request to the core ``replica``, or to the one that the router chooses.
 
         Raises:
-            InvalidRequestError: as ``CoreClient.encode``.
+            InvalidRequestError: as ``CoreClient.send``.
             EngineDeadError: all cores have died.
         """
-        message = self._cores[0].client.encode(Add(request))
         limit = request.task.max_tokens
         work = len(request.prompt_token_ids) + (_EXPECTED_TOKENS if limit is None else limit)
         try:
@@ -104,7 +103,11 @@ class Replicas:
             raise EngineDeadError("all replicas of the engine have ended") from None
         self._open[request.group_id] = _Open(chosen, work, request)
         self._cores[chosen].open.add(request.group_id)
-        self._cores[chosen].client.send(message)
+        try:
+            self._cores[chosen].client.send(Add(request))
+        except InvalidRequestError:
+            self.forget(request.group_id)
+            raise
 
     def send(self, group_id: int, message: ToCore) -> None:
         """Sends a message about a request to the core that has it; nothing happens if it has ended."""

@@ -12,7 +12,8 @@ from octavo.core.prompts import Prompt
 from octavo.core.request import SequenceStatus
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.input_processor import InputProcessor, ProcessedRequest
+from octavo.engine.input_processor import InputProcessor
+from octavo.engine.output_processor import RequestState
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,10 @@ class SharedPrefixes:
     def __init__(self, options: EngineConfig, inputs: InputProcessor) -> None:
         self._options = options
         self._inputs = inputs
-        self._known: dict[str, SharedPrefix] = {}
+        self._by_name: dict[str, SharedPrefix] = {}
 
     def __iter__(self) -> Iterator[SharedPrefix]:
-        return iter(list(self._known.values()))
+        return iter(list(self._by_name.values()))
 
     def add(self, prompt: Prompt, name: str | None) -> SharedPrefix:
         """Checks a prefix and takes its name, by default ``prefix-1`` and so on.
@@ -50,12 +51,12 @@ class SharedPrefixes:
         if not self._options.enable_prefix_caching:
             raise ConfigError("a shared prefix needs the prefix cache, but enable_prefix_caching is False")
         if name is None:
-            name = next(n for n in (f"prefix-{i}" for i in range(1, len(self._known) + 2)) if n not in self._known)
-        if name in self._known:
+            name = next(n for n in (f"prefix-{i}" for i in range(1, len(self._by_name) + 2)) if n not in self._by_name)
+        if name in self._by_name:
             raise ConfigError(f"there is a shared prefix {name!r} already; remove it first, or choose another name")
         tokens = self._process(name, prompt).prompt_token_ids
         count = -(-len(tokens) // self._options.block_size)
-        prefix = self._known[name] = SharedPrefix(name, tuple(tokens), count)
+        prefix = self._by_name[name] = SharedPrefix(name, tuple(tokens), count)
         return prefix
 
     def remove(self, name: str) -> None:
@@ -64,16 +65,16 @@ class SharedPrefixes:
         Raises:
             ConfigError: there is none of this name.
         """
-        if name not in self._known:
-            raise ConfigError(f"there is no shared prefix {name!r}; known: {', '.join(self._known) or 'none'}")
-        del self._known[name]
+        if name not in self._by_name:
+            raise ConfigError(f"there is no shared prefix {name!r}; known: {', '.join(self._by_name) or 'none'}")
+        del self._by_name[name]
 
     def discard(self, prefix: SharedPrefix) -> None:
         """Forgets a prefix that was not computed; nothing happens if it was removed, or replaced, meanwhile."""
-        if self._known.get(prefix.name) is prefix:
-            del self._known[prefix.name]
+        if self._by_name.get(prefix.name) is prefix:
+            del self._by_name[prefix.name]
 
-    def request(self, prefix: SharedPrefix) -> ProcessedRequest:
+    def request(self, prefix: SharedPrefix) -> RequestState:
         """The request that computes it and has it pinned."""
         return self._process(prefix.name, list(prefix.token_ids), RequestOptions(pin_as=prefix.name))
 
@@ -91,7 +92,7 @@ class SharedPrefixes:
         kind = ConfigError if reason == SequenceStatus.FINISHED_IGNORED.value else WorkerError
         raise kind(f"shared prefix {prefix.name!r} cannot be kept: {error or reason}")
 
-    def _process(self, name: str, prompt: Prompt, options: RequestOptions = DEFAULT_OPTIONS) -> ProcessedRequest:
+    def _process(self, name: str, prompt: Prompt, options: RequestOptions = DEFAULT_OPTIONS) -> RequestState:
         # With a seed of its own, the seeds of requests without one do not depend on the prefixes before them.
         params = SamplingParams(max_tokens=0, seed=0, detokenize=False)
         return self._inputs.process(request_id_of(name), prompt, params, options)

@@ -1,8 +1,9 @@
-"""The step loop: plans of the scheduler go to the executor, and their results back to the scheduler."""
+"""The step loop: plans of the scheduler go to the executor, and their results back; statistics of each step."""
 
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -11,12 +12,16 @@ from typing import TYPE_CHECKING
 from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import SequenceError
 from octavo.core.plan import StepPlan, StepResult
+from octavo.core.stats import SchedulerState, StepStats
 from octavo.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from octavo.executor.executor import Executor, PendingStep
 
 logger = logging.getLogger("octavo")
+
+#: The state of the scheduler after a step: the first fields of ``StepStats``, in their order.
+_state_of = operator.attrgetter(*SchedulerState.__struct_fields__)
 
 
 @dataclass(slots=True)
@@ -41,6 +46,9 @@ class StepLoop:
     request is left.
     """
 
+    #: Number of the engine core, of several behind one front end.
+    replica = 0
+
     def __init__(self, scheduler: Scheduler, executor: Executor, *, max_in_flight: int = 1) -> None:
         """``max_in_flight``: steps that may be submitted at once, the one that is computed included."""
         self.scheduler = scheduler
@@ -48,6 +56,33 @@ class StepLoop:
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self.times = StepTimes()
+        self._step_ended: float | None = None
+        #: Totals at the last measured step: tokens of prompts and decodes, seconds in the worker and in kernels.
+        self._computed: tuple[float, float, float, float] = (0, 0, 0.0, 0.0)
+
+    def measured_step(self) -> tuple[EngineCoreOutputs, StepStats]:
+        """``step``, with its statistics."""
+        start = time.perf_counter()
+        outputs = self.step()
+        end = time.perf_counter()
+        between = start - self._step_ended if self._step_ended is not None else 0.0
+        self._step_ended = end if self.scheduler.has_work else None
+        return outputs, self._measure(end - start, between)
+
+    def measure_emptied(self) -> StepStats:
+        """Statistics without a step: aborts have ended all requests, so that none follows."""
+        self._step_ended = None
+        return self._measure(0.0, 0.0)
+
+    def _measure(self, seconds: float, between_seconds: float) -> StepStats:
+        """Queues, blocks and totals as they are now, and what was computed since the last time."""
+        counts, times = self.scheduler.counts(), self.times
+        computed = (counts.prefill_tokens, counts.decode_tokens, times.worker, times.kernels)
+        prefill, decode, worker, kernels = (now - before for now, before in zip(computed, self._computed, strict=True))
+        self._computed = computed
+        computed_now = seconds, worker, kernels, between_seconds, int(prefill), int(decode)
+        fields = *_state_of(counts), *computed_now, self.replica
+        return StepStats(*fields)
 
     def step(self) -> EngineCoreOutputs:
         """Receives the result of one step. If it fails, its requests end with an error and the others go on.

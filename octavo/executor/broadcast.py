@@ -13,8 +13,6 @@ import select
 import socket
 import struct
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
 
 #: Messages that may be unanswered, and the bytes of each that are sent through shared memory.
@@ -155,17 +153,3 @@ def _receive_exactly(connection: socket.socket, length: int) -> bytes:
     except OSError as e:
         raise ConnectionError(str(e)) from None
     return bytes(data)
-
-
-def end_with(connection: socket.socket) -> None:
-    """Ends this process when the other side of a connection has closed it, whatever it does then."""
-    closed = getattr(select, "POLLRDHUP", 0)  # a half that was closed: nothing is read from the connection here
-    poll = select.poll()
-    poll.register(connection, closed)
-
-    def wait() -> None:
-        while not any(events & (closed | select.POLLHUP | select.POLLERR) for _, events in poll.poll()):
-            time.sleep(0.05)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()

@@ -106,10 +106,6 @@ class Executor(ABC):
     def shutdown(self) -> None:
         """Ends the workers and frees their memory; nothing happens if it was called before."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """One step, from its start to its result; errors are those of ``submit`` and ``PendingStep.wait``."""
-        return self.submit(plan).wait()
-
     def cache_size(self, max_model_len: int, max_num_batched_tokens: int) -> tuple[int, list[int]]:
         """Tokens of the longest sequence, and blocks of each KV group, that every worker has memory for."""
         lengths, counts = zip(*self.collective_rpc("cache_size", [max_model_len, max_num_batched_tokens]), strict=True)

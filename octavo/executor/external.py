@@ -13,7 +13,7 @@ from octavo.core.errors import ConfigError, EngineDeadError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.executor.executor import PendingStep
 from octavo.executor.rank_check import DIGEST_BYTES, RankCheck, digest, find_difference
-from octavo.executor.uniproc import InProcessExecutor
+from octavo.executor.uniproc import UniprocExecutor
 from octavo.executor.worker import WorkerSpec
 from octavo.executor.worker_reports import WorkerReports, reports_of
 from octavo.kernels import resolve_device
@@ -47,7 +47,7 @@ def without_clock(options: EngineConfig, *, policy_uses_clock: bool) -> EngineCo
     return options.model_copy(update=changes)
 
 
-class ExternalLauncherExecutor(InProcessExecutor):
+class ExternalLauncherExecutor(UniprocExecutor):
     """This process's worker. Every process gets the same requests in the same order and makes the same plans.
 
     So no plan is sent: the workers meet in the network's collectives only. With ``check_plans`` the processes compare
@@ -76,7 +76,8 @@ class ExternalLauncherExecutor(InProcessExecutor):
                 f"the launcher has started {world} processes, but tensor_parallel_size is "
                 f"{options.tensor_parallel_size}: both must be equal"
             )
-        super().__init__(msgspec.structs.replace(spec, rank=rank, local_rank=local_rank, local_size=local_size))
+        place = msgspec.structs.replace(spec, rank=rank, local_rank=local_rank, local_size=local_size)
+        super().__init__(options, place, replica)
         self._checks_plans = options.check_plans and world > 1
         self._check = RankCheck(options.rank_check_interval)
         #: What not all processes have prepared yet. Each plans for itself, on what all have reported.
@@ -149,10 +150,10 @@ class ExternalLauncherExecutor(InProcessExecutor):
         planned = digest(plan) if self._checks_plans else b""
         if not planned and not sampled:
             return
-        found = _gather_equal(planned.ljust(DIGEST_BYTES) + sampled.ljust(DIGEST_BYTES))
-        if difference := find_difference({rank: each[DIGEST_BYTES:] for rank, each in enumerate(found)}, first, last):
+        digests = _gather_equal(planned.ljust(DIGEST_BYTES) + sampled.ljust(DIGEST_BYTES))
+        if difference := find_difference({rank: each[DIGEST_BYTES:] for rank, each in enumerate(digests)}, first, last):
             raise self._lose(difference)
-        different = [rank for rank, each in enumerate(found) if each != found[0]]
+        different = [rank for rank, each in enumerate(digests) if each != digests[0]]
         if different:
             raise self._lose(
                 f"the plans of step {plan.step} differ: those of ranks {different} are not that of rank 0; every "
@@ -205,7 +206,7 @@ def _gather_equal(data: bytes) -> list[bytes]:
     import torch
     import torch.distributed as dist
 
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own)
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
     return [part.numpy().tobytes() for part in parts]

@@ -27,7 +27,7 @@ def make_executor(options: EngineConfig, config: ModelConfig, folder: Path, dtyp
     Raises:
         OctavoError: see ``Executor.start``.
     """
-    executor = choose_executor(options)(options, WorkerSpec.of(options, config, folder, dtype), replica)
+    executor = choose_executor(options)(options, WorkerSpec.of(options, config, folder, dtype, replica), replica)
     try:
         executor.start()
     except BaseException:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
-import sys
 import time
 
+from octavo.core.child_processes import how_it_ended, start_process
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.executor.broadcast import SLOT_BYTES, SLOTS, Broadcast, shared_memory
@@ -43,8 +42,14 @@ class MultiprocExecutor(RemoteExecutor):
                 ours, theirs = socket.socketpair()
                 sockets.append(ours)
                 with theirs:
-                    fds = [theirs.fileno(), memory, *descriptors]
-                    self._processes.append(_spawn(rank, fds, gpus[rank] if gpus else None))
+                    process = start_process(
+                        "octavo.executor.worker_loop",
+                        *(theirs.fileno(), memory, rank),
+                        environment={"CUDA_VISIBLE_DEVICES": gpus[rank]} if gpus else {},
+                        pass_fds=[theirs.fileno(), memory, *descriptors],
+                        stdin=subprocess.DEVNULL,
+                    )
+                    self._processes.append(process)
             self._broadcast = Broadcast(sockets, memory)
         self.needs_store = bool(gpus)
         first, workers = self._replica * world, self._options.data_parallel_size * world
@@ -106,8 +111,7 @@ class MultiprocExecutor(RemoteExecutor):
             for number, process in enumerate(self._processes):
                 code = process.poll()
                 if code is not None and rank in (None, number):
-                    how = f"exited with code {code}" if code >= 0 else f"was ended by {_signal_name(-code)}"
-                    return f"worker {number} (process {process.pid}) {how}"
+                    return f"worker {number} (process {process.pid}) {how_it_ended(code)}"
             time.sleep(0.01)
         return "a worker has closed its connection"
 
@@ -123,28 +127,6 @@ class MultiprocExecutor(RemoteExecutor):
                 process.wait(END_TIMEOUT)
 
 
-def _spawn(rank: int, descriptors: list[int], gpu: str | None) -> subprocess.Popen[bytes]:
-    """Starts the process of a worker; the first two descriptors are those of its socket and of the messages."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
-    if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = gpu
-    command = [sys.executable, "-P", "-m", "octavo.executor.worker_process"]
-    return subprocess.Popen(
-        [*command, str(descriptors[0]), str(descriptors[1]), str(rank)],
-        pass_fds=descriptors,
-        stdin=subprocess.DEVNULL,
-        env=environment,
-        process_group=0,  # Ctrl-C is for the executor's process alone
-    )
-
-
 def _closing(stack: contextlib.ExitStack, descriptor: int) -> int:
     stack.callback(os.close, descriptor)
     return descriptor
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"signal {number}"

@@ -50,7 +50,7 @@ def find_difference(digests: Mapping[int, bytes], first_step: int, last_step: in
     The lowest rank is the one whose tokens count.
     """
     first = min(digests)
-    others = sorted(rank for rank, found in digests.items() if found != digests[first])
+    others = sorted(rank for rank, other in digests.items() if other != digests[first])
     if not others:
         return None
     steps = f"step {last_step}" if first_step == last_step else f"one of the steps {first_step} to {last_step}"

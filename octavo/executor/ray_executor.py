@@ -6,7 +6,6 @@ and a step of a small model is no longer.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -16,11 +15,11 @@ from typing import Any
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, EngineDeadError
-from octavo.executor.broadcast import Broadcast, Receiver, end_with
+from octavo.executor.broadcast import Broadcast
 from octavo.executor.remote import RemoteExecutor
 from octavo.executor.rendezvous import SECRET_BYTES, accept, connect
 from octavo.executor.worker import WorkerSpec, own_address
-from octavo.executor.worker_loop import WorkerLoop, WorkerStart
+from octavo.executor.worker_loop import WorkerStart, serve
 
 #: Seconds that the cluster may take to find room for the workers.
 _PLACEMENT_TIMEOUT = 60.0
@@ -44,10 +43,7 @@ class RayWorker:
 
     def serve(self, address: tuple[str, int], secret: bytes) -> None:
         """Connects to the executor and does what it says, until it ends."""
-        connection = connect(address, secret, self._rank)
-        end_with(connection)
-        with contextlib.suppress(ConnectionError):
-            WorkerLoop(Receiver(connection, None), self._rank).run()
+        serve(connect(address, secret, self._rank), None, self._rank)
 
 
 class RayExecutor(RemoteExecutor):
@@ -97,8 +93,8 @@ class RayExecutor(RemoteExecutor):
             ConfigError: the cluster has too few.
         """
         there = self._ray.cluster_resources()
-        wanted = self._options.device
-        resource = "GPU" if wanted == "cuda" or (wanted == "auto" and there.get("GPU", 0) >= 1) else "CPU"
+        device = self._options.device
+        resource = "GPU" if device == "cuda" or (device == "auto" and there.get("GPU", 0) >= 1) else "CPU"
         world = self._layout.world_size
         if there.get(resource, 0) < world:
             raise ConfigError(

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from octavo.core.child_processes import Failure, LogMessage
 from octavo.core.config import EngineConfig
-from octavo.core.errors import ConfigError, EngineDeadError, SequenceError, reported_error
+from octavo.core.errors import ConfigError, EngineDeadError
 from octavo.core.interrupts import HeldInterrupts
 from octavo.core.option_parts import FIRST_STEP_TIMEOUT
 from octavo.core.parallel import ParallelLayout
@@ -21,9 +22,8 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.executor.broadcast import SLOTS, Broadcast
 from octavo.executor.executor import Executor, PendingStep
 from octavo.executor.rank_check import find_difference
-from octavo.executor.stage_tokens import StageTokens
 from octavo.executor.worker import WorkerSpec, function_name
-from octavo.executor.worker_loop import FAILED, LOG, Failure, Log, StepMessage, WorkerCall, WorkerStart
+from octavo.executor.worker_loop import FAILED, LOG, StepMessage, WorkerCall, WorkerStart
 from octavo.executor.worker_reports import WorkerReports, reports_of
 
 #: Seconds that other workers have to answer a message on which one has failed.
@@ -205,7 +205,7 @@ class RemoteExecutor(Executor):
                     if self._received[rank] in self._wanted:
                         self._answers[rank][self._received[rank]] = kind, content
             if kind == LOG:
-                message = msgspec.msgpack.decode(content, type=Log)
+                message = msgspec.msgpack.decode(content, type=LogMessage)
                 logger.log(message.level, "%s", message.text)
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -241,6 +241,30 @@ class RemoteExecutor(Executor):
         return self._lost
 
 
+class StageTokens:
+    """Tokens that the last pipeline stage has sampled, collected until the next plan takes them to the other stages."""
+
+    def __init__(self, stages: int) -> None:
+        """Nothing is collected for one stage."""
+        self._collects = stages > 1
+        self._tokens: dict[int, list[int]] = {}
+
+    def add(self, result: StepResult) -> None:
+        """Takes the tokens of a result."""
+        if not self._collects:
+            return
+        counts = result.num_tokens or [1] * len(result.seq_ids)
+        start = 0
+        for seq_id, count in zip(result.seq_ids, counts, strict=True):
+            self._tokens.setdefault(seq_id, []).extend(result.token_ids[start : start + count])
+            start += count
+
+    def take(self) -> dict[int, list[int]]:
+        """What was collected since the last call, by sequence id."""
+        tokens, self._tokens = self._tokens, {}
+        return tokens
+
+
 class _PendingStep:
     def __init__(self, executor: RemoteExecutor, number: int) -> None:
         self._executor = executor
@@ -252,8 +276,4 @@ class _PendingStep:
 
 def _error(content: bytes) -> Exception:
     """The exception of a ``Failure``."""
-    failure = msgspec.msgpack.decode(content, type=Failure)
-    error = reported_error(failure.kind, failure.message)
-    if isinstance(error, SequenceError):
-        error.seq_id = failure.seq_id
-    return error
+    return msgspec.msgpack.decode(content, type=Failure).error()

@@ -1,11 +1,9 @@
-"""Executors of a worker in this process, and the one that needs no other."""
+"""The executor of a worker in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import msgspec
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import EngineDeadError, memory_errors
@@ -14,12 +12,12 @@ from octavo.executor.executor import Executor, PendingStep
 from octavo.executor.worker import Worker, WorkerSpec
 
 
-class InProcessExecutor(Executor):
+class UniprocExecutor(Executor):
     """A worker that is called directly; it lives as long as this process, or until ``shutdown``."""
 
     in_process = True
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, options: EngineConfig, spec: WorkerSpec, replica: int) -> None:
         """Prepares the worker; ``start`` loads the model."""
         self._worker: Worker | None = Worker(spec)
         #: Why there is no worker any more.
@@ -60,11 +58,3 @@ class InProcessExecutor(Executor):
         if self._worker is None:
             raise self._lost
         return self._worker
-
-
-class UniprocExecutor(InProcessExecutor):
-    """The only worker."""
-
-    def __init__(self, options: EngineConfig, spec: WorkerSpec, replica: int) -> None:
-        """Replicas divide the machine as workers do."""
-        super().__init__(msgspec.structs.replace(spec, local_rank=replica, local_size=options.data_parallel_size))

@@ -43,11 +43,12 @@ class WorkerSpec(msgspec.Struct):
     local_size: int = 1
 
     @classmethod
-    def of(cls, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str) -> WorkerSpec:
-        """That of the first worker, of objects of this process."""
+    def of(cls, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int = 0) -> WorkerSpec:
+        """That of the first worker, of objects of this process. Replicas divide the machine as workers do."""
         kind, values = type(config), msgspec.to_builtins(config)
         name = f"{kind.__module__}:{kind.__qualname__}"
-        return cls(options.model_dump(), name, values, str(folder), dtype)
+        size = options.data_parallel_size
+        return cls(options.model_dump(), name, values, str(folder), dtype, local_rank=replica, local_size=size)
 
     def model_config(self) -> ModelConfig:
         """The network's configuration; imports the family's module."""
@@ -101,7 +102,7 @@ class Worker:
         if ":" in method:
             return find_function(method)(self, *args, **kwargs)
         owners = (self, self._runner, self._sizing)
-        target = next((found for owner in owners if (found := getattr(owner, method, None)) is not None), None)
+        target = next((member for owner in owners if (member := getattr(owner, method, None)) is not None), None)
         if target is None or method.startswith("_"):
             raise ConfigError(f"workers have no method {method!r}")
         return target(*args, **kwargs)
@@ -152,10 +153,6 @@ class Worker:
             raise EngineStateError(f"worker {self.rank} has no model yet: load_model comes first")
         self._runner = ModelRunner(self._loaded, num_blocks, num_host_blocks, max_model_len)
 
-    def shutdown(self) -> None:
-        """Drops weights and KV cache."""
-        self._runner = self._sizing = self._loaded = None
-
 
 def function_name(function: Callable[..., Any]) -> str:
     """``module:name`` of a function that a worker can import; functions are not sent as code.
@@ -165,10 +162,10 @@ def function_name(function: Callable[..., Any]) -> str:
     """
     name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
     try:
-        found = find_function(name)
+        importable = find_function(name)
     except (ImportError, ConfigError):
-        found = None
-    if found is not function or name.startswith("__main__:"):
+        importable = None
+    if importable is not function or name.startswith("__main__:"):
         raise ConfigError(
             f"{function!r} cannot be called on workers of other processes: it must be a function of a module that "
             "they can import"
@@ -184,12 +181,12 @@ def find_function(name: str) -> Callable[..., Any]:
         ConfigError: the module has no such function.
     """
     module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
+    target: Any = importlib.import_module(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
+        target = getattr(target, part, None)
+    if not callable(target):
         raise ConfigError(f"{name!r} is no function: module:name is needed")
-    function: Callable[..., Any] = found
+    function: Callable[..., Any] = target
     return function
 
 

@@ -1,14 +1,25 @@
-"""What a worker in another process than its executor does: takes messages in their order, and answers each."""
+"""What a worker in another process than its executor does: takes messages in their order, and answers each.
+
+``MultiprocExecutor`` starts it as ``python -m octavo.executor.worker_loop``. Arguments are the descriptors of the
+socket to the executor and of the memory of its messages, and the rank.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
+import os
+import signal
+import socket
+import sys
 import threading
 from collections import deque
 from typing import Any
 
 import msgspec
 
+from octavo.core.child_processes import Failure, end_with, send_logs
 from octavo.core.errors import OctavoError, SequenceError
 from octavo.core.plan import StepPlan
 from octavo.executor.broadcast import Receiver
@@ -17,7 +28,7 @@ from octavo.executor.rank_check import RankCheck
 from octavo.executor.worker import Worker, WorkerSpec
 from octavo.executor.worker_reports import reports_of
 
-#: Kinds of answers: of a step or a call, of one that failed (``Failure``), and a log message (``Log``) in between.
+#: Kinds of answers: of a step or a call, of one that failed (``Failure``), and a ``LogMessage`` in between.
 DONE, FAILED, LOG = 0, 1, 2
 
 
@@ -48,21 +59,6 @@ class WorkerCall(msgspec.Struct, tag=True, array_like=True):
 
 
 Message = WorkerStart | StepMessage | WorkerCall
-
-
-class Failure(msgspec.Struct, array_like=True):
-    """An exception of a worker: the name of its class, its message, and of a ``SequenceError`` the sequence."""
-
-    kind: str
-    message: str
-    seq_id: int | None = None
-
-
-class Log(msgspec.Struct, array_like=True):
-    """A message for logger "octavo" of the executor's process."""
-
-    level: int
-    text: str
 
 
 class WorkerLoop:
@@ -108,9 +104,7 @@ class WorkerLoop:
                 self._answer(DONE, self._encoder.encode(None))
 
     def _start(self, start: WorkerStart) -> None:
-        logger = logging.getLogger("octavo")
-        logger.handlers, logger.propagate = [_LogSender(self)], False
-        logger.setLevel(start.log_level)
+        send_logs(start.log_level, lambda message: self._answer(LOG, msgspec.msgpack.encode(message)))
         spec, rank = start.spec, self._rank
         spec.rank, (spec.local_rank, spec.local_size) = rank, start.places[rank]
         self.worker = Worker(spec, start.connections[rank])
@@ -139,22 +133,32 @@ class WorkerLoop:
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, OctavoError) or isinstance(error, SequenceError):
             logging.getLogger("octavo").error("worker %d failed", self._rank, exc_info=error)
-        failure = Failure(type(error).__name__, str(error), getattr(error, "seq_id", None))
-        self._answer(FAILED, self._encoder.encode(failure))
+        self._answer(FAILED, self._encoder.encode(Failure.of(error)))
 
     def _answer(self, kind: int, content: bytes) -> None:
         with self._lock:  # any thread may log
             self._receiver.answer(kind, content)
 
-    def log(self, level: int, text: str) -> None:
-        """Sends a log message."""
-        self._answer(LOG, self._encoder.encode(Log(level, text)))
+
+def serve(connection: socket.socket, memory: int | None, rank: int) -> None:
+    """Does what the executor says until it ends, for any reason, and this process with it, even while it computes."""
+    end_with(connection)
+    with contextlib.suppress(ConnectionError):  # the executor has ended
+        WorkerLoop(Receiver(connection, memory), rank).run()
 
 
-class _LogSender(logging.Handler):
-    def __init__(self, loop: WorkerLoop) -> None:
-        super().__init__()
-        self._loop = loop
+def main(arguments: list[str]) -> None:
+    """The process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the executor's process handles them
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    descriptor, memory, rank = map(int, arguments)
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    gc.freeze()
+    serve(connection, memory, rank)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self._loop.log(record.levelno, self.format(record))
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(0)  # destroying torch and the weights would only take time

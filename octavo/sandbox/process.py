@@ -102,15 +102,10 @@ def _failure(code: int) -> Literal["time", "memory", "depth"]:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    path = os.pathsep.join(os.path.abspath(part) for part in sys.path)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "octavo.sandbox.process"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path},
-        process_group=0,  # Ctrl-C is for this process alone
-    )
+    from octavo.core.child_processes import start_process  # not needed in the process itself
+
+    pipe = subprocess.PIPE
+    return start_process("octavo.sandbox.process", stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -423,27 +424,33 @@ def test_a_request_that_cannot_be_sent_leaves_nothing_behind(shared: Shared, mon
 
 
 @pytest.mark.parametrize(("kind", "name"), FIELDS)
-def test_what_is_not_refused_can_be_read_by_the_core(shared: Shared, kind: Any, name: str) -> None:
+def test_what_is_not_refused_can_be_read_by_the_core(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch, kind: Any, name: str
+) -> None:
     core = msgspec.msgpack.Decoder(ToCore)
 
     async def test(llm: AsyncLLM) -> None:
         accepted = 0
-        for value in ODD:
-            options: dict[str, Any] = {"priority": 0, "cache_salt": "", "prompt": "x"} | (
-                {name: value} if kind is None else {}
-            )
-            params: Any = BeamSearchParams(beam_width=2) if kind is BeamSearchParams else SamplingParams()
-            if kind is not None:
-                setattr(params, name, value)  # as a program may do after they were checked
-            try:
-                request = llm.inputs.process("a", options.pop("prompt"), params, RequestOptions(**options))
-                check_sendable(request.group)
-                data = llm._replicas._cores[0].client.encode(Add(request.group))
-            except InvalidRequestError:
-                continue
-            accepted += 1
-            assert isinstance(core.decode(data), Add)
-        assert accepted
+        sent: list[bytes] = []
+        client = llm._replicas._cores[0].client
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "_out", SimpleNamespace(send=sent.append))
+            for value in ODD:
+                options: dict[str, Any] = {"priority": 0, "cache_salt": "", "prompt": "x"} | (
+                    {name: value} if kind is None else {}
+                )
+                params: Any = BeamSearchParams(beam_width=2) if kind is BeamSearchParams else SamplingParams()
+                if kind is not None:
+                    setattr(params, name, value)  # as a program may do after they were checked
+                try:
+                    request = llm.inputs.process("a", options.pop("prompt"), params, RequestOptions(**options))
+                    check_sendable(request.group)
+                    client.send(Add(request.group))
+                except InvalidRequestError:
+                    continue
+                accepted += 1
+                assert isinstance(core.decode(sent[-1]), Add)
+        assert accepted == len(sent)
 
     shared(test)
 

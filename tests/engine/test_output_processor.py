@@ -11,7 +11,6 @@ from octavo.core.outputs import RequestOutput
 from octavo.core.plan import PositionLogprobs, SequenceResult
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
-from octavo.engine.input_processor import ProcessedRequest
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.tokenizer import load_tokenizer
 from octavo.loader.resolve import resolve_model
@@ -23,9 +22,9 @@ PROMPT = [1, 2, 3]
 def opened(params: SamplingParams, *, streaming: bool = True) -> tuple[OutputProcessor, RequestState]:
     processor = OutputProcessor(load_tokenizer(resolve_model("smollm2-135m")))
     group = EngineCoreRequest(group_id=0, prompt_token_ids=PROMPT, task=Generate(params, 0))
-    source = ProcessedRequest("a", None, PROMPT, params, group)
+    request = RequestState("a", None, PROMPT, params, group)
     kind = RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY
-    return processor, processor.open(source, kind)
+    return processor, processor.open(request, kind)
 
 
 def position(token: int) -> PositionLogprobs:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, ConfigError, SamplingParams, StepStats
-from octavo.engine.step_meter import StepMeter
+from octavo.engine.step_loop import StepLoop
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_gpu_blocks_override": 32, "max_num_seqs": 4}
 PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -58,13 +58,13 @@ def test_the_status_line_is_written_offline_if_asked_for(tiny_model: Path, caplo
 
 
 def test_without_loggers_nothing_is_measured(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: StepMeter, core: object) -> None:
+    def refuse(self: StepLoop) -> None:
         raise AssertionError("a step would be measured")
 
-    monkeypatch.setattr(StepMeter, "__init__", refuse)
+    monkeypatch.setattr(StepLoop, "measured_step", refuse)
     LLM(str(tiny_model), disable_log_stats=True, **OPTIONS).generate("one", PARAMS, use_tqdm=False)
     with pytest.raises(AssertionError, match="measured"):
-        LLM(str(tiny_model), disable_log_stats=False, **OPTIONS)
+        LLM(str(tiny_model), disable_log_stats=False, **OPTIONS).generate("one", PARAMS, use_tqdm=False)
     refused: list[dict[str, Any]] = [{"log_stats_interval": -1}, {"log_stats_interval": 5, "disable_log_stats": True}]
     for wrong in refused:
         with pytest.raises(ConfigError, match="log_stats_interval"):

@@ -111,7 +111,7 @@ def test_an_engine_has_the_blocks_that_every_worker_has_memory_for(
     tiny_model: Path, executor: TwoWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make(tiny_model)
-    assert (engine.blocks.num_blocks, engine.blocks.num_host_blocks) == (30, 9)
+    assert (engine.blocks.num_blocks, engine.blocks.groups[0].host.num_blocks) == (30, 9)
     assert engine.max_model_len == 30 * 4, "the context that the smaller worker can hold"
     caches = [worker.cache for worker in executor.workers]
     assert caches[0] == caches[1] and caches[0][-1] == 120

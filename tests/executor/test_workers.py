@@ -117,7 +117,7 @@ def test_calls_that_cannot_be_made_are_refused_and_the_workers_go_on(pair: LLM) 
     with pytest.raises(Exception, match="TypeError"):
         executor.collective_rpc(rank_and_sum)
     with pytest.raises(ConfigError, match="takes plain data as arguments"):
-        executor.collective_rpc("shutdown", [object()])
+        executor.collective_rpc("init_device", [object()])
     assert pair.generate("ab", use_tqdm=False)[0].finished
 
 

@@ -22,7 +22,7 @@ def test_a_killed_worker_ends_the_server_with_the_reason_and_no_process_is_left(
 ) -> None:
     server = serve("--tensor-parallel-size", "2")
     family = psutil.Process(server.process.pid).children(recursive=True)
-    workers = [process for process in family if "octavo.executor.worker_process" in process.cmdline()]
+    workers = [process for process in family if "octavo.executor.worker_loop" in process.cmdline()]
     assert len(workers) == 2
     if busy:
         fields = {"prompt": "x", "max_tokens": 240, "ignore_eos": True, "stream": True}

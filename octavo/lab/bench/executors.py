@@ -83,6 +83,6 @@ def _median_step(executor: Executor, seqs: int) -> float:
     for step in range(1, STEPS + WARM_UP + 1):
         plan = decode_plan(step, seqs)
         start = time.perf_counter()
-        executor.execute(plan)
+        executor.submit(plan).wait()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[WARM_UP:])

@@ -8,8 +8,7 @@ from typing import Any
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, EngineStateError
-from octavo.core.kv_groups import GroupBlocks
-from octavo.engine.core import EngineCore
+from octavo.engine.core import EngineCore, block_settings
 from octavo.engine.llm_engine import LLMEngine
 from octavo.engine.model_files import find_files
 from octavo.memory.block_manager import BlockManager
@@ -31,11 +30,8 @@ POLICY_OPTIONS = frozenset(
 class RestartableCore(EngineCore):
     """An engine core whose scheduler and blocks can be made anew, the blocks of another kind too."""
 
-    #: Called as ``BlockManager`` is, at the start and by ``restart``.
+    #: Called as ``BlockManager`` is, by ``restart``.
     block_manager: Callable[..., BlockManager] = BlockManager
-
-    def _new_blocks(self, sizes: list[GroupBlocks], **settings: Any) -> BlockManager:
-        return self.block_manager(sizes, self.options.block_size, **settings)
 
     def restart(self, changes: Mapping[str, Any]) -> None:
         """Empty blocks, and a scheduler that has learned nothing. ``changes``: new values of ``POLICY_OPTIONS``.
@@ -46,12 +42,14 @@ class RestartableCore(EngineCore):
         """
         if others := set(changes) - POLICY_OPTIONS:
             raise ConfigError(f"workers depend on {', '.join(sorted(others))}: make a new engine to change that")
-        if self.scheduler.has_work or self.is_sleeping or self.blocks.num_pinned:
+        if self.scheduler.has_work or self.is_sleeping or self.blocks.state.pinned:
             raise EngineStateError("to restart, an engine must be awake, without requests and without shared prefixes")
         plan = self.scheduler.schedule()  # the workers forget what has ended
-        self.scheduler.update(plan, self.executor.execute(plan))
+        self.scheduler.update(plan, self.executor.submit(plan).wait())
         self.options = self.options.model_copy(update=dict(changes))
-        self.scheduler = self._new_scheduler(self.executor, self.startup.groups, self.scheduler.preparations)
+        sizes = self.startup.groups
+        self.blocks = self.block_manager(sizes, self.options.block_size, **block_settings(self.options))
+        self.scheduler = self._new_scheduler(self.executor, sizes, self.scheduler.preparations)
 
 
 def start(options: EngineConfig) -> tuple[RestartableCore, LLMEngine]:
