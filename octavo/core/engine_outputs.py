@@ -41,12 +41,12 @@ class AdmissionStats(msgspec.Struct, array_like=True):
     """A group was admitted, for the first time or again; its totals so far (see ``RequestMetrics``)."""
 
     group_id: int
-    first_scheduled_time: float
-    num_cached_tokens: int
-    num_recomputes: int
-    num_recomputed_tokens: int
-    num_swaps: int
-    num_swapped_blocks: int
+    first_scheduled_time: float | None = None
+    num_cached_tokens: int = 0
+    num_recomputes: int = 0
+    num_recomputed_tokens: int = 0
+    num_swaps: int = 0
+    num_swapped_blocks: int = 0
 
 
 class DraftStats(msgspec.Struct, array_like=True, gc=False):

@@ -27,6 +27,11 @@ class GroupState(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.used, self.cached, self.free, self.pinned, self.host_used
 
     @property
+    def available(self) -> int:
+        """Blocks that can be allocated: free and cached."""
+        return self.free + self.cached
+
+    @property
     def usage(self) -> float:
         """Share of its blocks that are in use or pinned."""
         held = self.used + self.pinned

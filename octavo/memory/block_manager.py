@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from octavo.core.errors import ConfigError
 from octavo.core.kv_groups import GroupBlocks
 from octavo.core.plan import TableChange
+from octavo.core.stats import GroupState, sum_groups
 from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.kv_group import AllocStatus as AllocStatus
 from octavo.memory.kv_group import BlocksNeeded, KVGroup, Write
@@ -95,39 +96,9 @@ class BlockManager:
         return sum(group.device.num_blocks for group in self.groups)
 
     @property
-    def num_free(self) -> int:
-        """Device blocks without references and without cached content."""
-        return sum(group.device.num_free for group in self.groups)
-
-    @property
-    def num_cached(self) -> int:
-        """Device blocks without references that the prefix cache keeps."""
-        return sum(group.device.num_cached for group in self.groups)
-
-    @property
-    def num_pinned(self) -> int:
-        """Device blocks of pinned prefixes."""
-        return sum(group.device.num_pinned for group in self.groups)
-
-    @property
-    def num_used(self) -> int:
-        """Device blocks referenced by tables or by the block moves of this step that are not pinned."""
-        return sum(group.device.num_used for group in self.groups)
-
-    @property
-    def num_available(self) -> int:
-        """Device blocks that can be allocated: free and cached."""
-        return sum(group.device.num_available for group in self.groups)
-
-    @property
-    def num_host_blocks(self) -> int:
-        """Host blocks in all."""
-        return sum(group.host.num_blocks for group in self.groups)
-
-    @property
-    def host_used(self) -> int:
-        """Host blocks referenced by swapped sequences or by the block moves of this step."""
-        return sum(group.host.num_used for group in self.groups)
+    def state(self) -> GroupState:
+        """The blocks of all groups together."""
+        return sum_groups([group.state() for group in self.groups])
 
     @property
     def num_tables(self) -> int:
@@ -250,11 +221,6 @@ class BlockManager:
         None after ``several`` tokens at once where windows are: what they leave behind is to be freed first.
         """
         return 0 if several and self._windowed else -num_tokens % self.block_size
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether a group has a window."""
-        return bool(self._windowed)
 
     def free_outside_windows(self, sequences: Iterable[tuple[int, int, int]]) -> None:
         """Frees what no later token reads; entries are (sequence id, tokens computed, first blocks that may be freed).

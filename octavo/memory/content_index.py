@@ -74,51 +74,51 @@ class ContentIndex:
         """The block with this digest."""
         return self._by_digest.part(digest).get(digest)
 
-    def add(self, known: KnownBlock) -> None:
+    def add(self, entry: KnownBlock) -> None:
         """Adds a used block, unless its digest or the block itself is in the index already."""
-        by_digest = self._by_digest.part(known.digest)
-        if known.digest in by_digest or self._pool.is_kept(known.block):
+        by_digest = self._by_digest.part(entry.digest)
+        if entry.digest in by_digest or self._pool.is_kept(entry.block):
             return
-        self._pool.keep(known.block)
-        self._by_block[known.block - self._pool.first] = by_digest[known.digest] = known
-        newest_child = self._newest_child.part(known.parent)
-        newest = newest_child.get(known.parent)
-        known.older = known.newer = known.block
+        self._pool.keep(entry.block)
+        self._by_block[entry.block - self._pool.first] = by_digest[entry.digest] = entry
+        newest_child = self._newest_child.part(entry.parent)
+        newest = newest_child.get(entry.parent)
+        entry.older = entry.newer = entry.block
         if newest is not None:
-            known.older, known.newer = newest.block, newest.newer
-            self._known(newest.newer).older = newest.newer = known.block
-        newest_child[known.parent] = known
+            entry.older, entry.newer = newest.block, newest.newer
+            self._entry(newest.newer).older = newest.newer = entry.block
+        newest_child[entry.parent] = entry
 
     def forget(self, block: int) -> KnownBlock:
         """Removes a block; it becomes free if it has no references."""
-        known = self._known(block)
-        newest_child = self._newest_child.part(known.parent)
-        if known.older == block:
-            del newest_child[known.parent]
+        entry = self._entry(block)
+        newest_child = self._newest_child.part(entry.parent)
+        if entry.older == block:
+            del newest_child[entry.parent]
         else:
-            older = self._known(known.older)
-            older.newer, self._known(known.newer).older = known.newer, known.older
-            if newest_child[known.parent] is known:
-                newest_child[known.parent] = older
+            older = self._entry(entry.older)
+            older.newer, self._entry(entry.newer).older = entry.newer, entry.older
+            if newest_child[entry.parent] is entry:
+                newest_child[entry.parent] = older
         self._by_block[block - self._pool.first] = None
-        del self._by_digest.part(known.digest)[known.digest]
+        del self._by_digest.part(entry.digest)[entry.digest]
         self._pool.forget(block)
-        return known
+        return entry
 
-    def _known(self, block: int) -> KnownBlock:
-        known = self._by_block[block - self._pool.first]
-        assert known is not None, f"block {block} is not in the index"
-        return known
+    def _entry(self, block: int) -> KnownBlock:
+        entry = self._by_block[block - self._pool.first]
+        assert entry is not None, f"block {block} is not in the index"
+        return entry
 
     def _children(self, parent: bytes, *, oldest_first: bool = False) -> Iterator[KnownBlock]:
         """The blocks with this parent, the newest first or the oldest."""
         newest = self._newest_child.part(parent).get(parent)
         if newest is None:
             return
-        child = first = self._known(newest.newer) if oldest_first else newest
+        child = first = self._entry(newest.newer) if oldest_first else newest
         while True:
             yield child
-            child = self._known(child.newer if oldest_first else child.older)
+            child = self._entry(child.newer if oldest_first else child.older)
             if child is first:
                 return
 
@@ -127,11 +127,11 @@ class ContentIndex:
 
         A descendant is of no use without its parents, which come before it in every look-up.
         """
-        known: KnownBlock | None = self._known(self._pool.least_recently_used())
-        while known is not None:
-            last = known
+        entry: KnownBlock | None = self._entry(self._pool.least_recently_used())
+        while entry is not None:
+            last = entry
             children = self._children(last.digest, oldest_first=True)
-            known = next((child for child in children if self._pool.references(child.block) == 0), None)
+            entry = next((child for child in children if self._pool.references(child.block) == 0), None)
         return self.forget(last.block)
 
     def find_partial(
@@ -152,8 +152,8 @@ class ContentIndex:
     def pin(self, block: int) -> None:
         """``BlockPool.pin`` of a block of the index."""
         if not self._pool.is_pinned(block):
-            known = self._known(block)
-            self._pinned.setdefault(known.parent, []).append(known)
+            entry = self._entry(block)
+            self._pinned.setdefault(entry.parent, []).append(entry)
         self._pool.pin((block,))
 
     def unpin(self, blocks: Sequence[int]) -> None:
@@ -161,16 +161,16 @@ class ContentIndex:
         self._pool.unpin(blocks)
         for block in blocks:
             if not self._pool.is_pinned(block):
-                known = self._known(block)
-                self._pinned[known.parent].remove(known)
-                if not self._pinned[known.parent]:
-                    del self._pinned[known.parent]
+                entry = self._entry(block)
+                self._pinned[entry.parent].remove(entry)
+                if not self._pinned[entry.parent]:
+                    del self._pinned[entry.parent]
 
     def clear(self) -> None:
         """Removes all blocks that are not pinned."""
-        for known in self._by_block:
-            if known is not None and not self._pool.is_pinned(known.block):
-                self.forget(known.block)
+        for entry in self._by_block:
+            if entry is not None and not self._pool.is_pinned(entry.block):
+                self.forget(entry.block)
 
 
 def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:

@@ -49,6 +49,11 @@ class BlocksNeeded:
             self.blocks + other.blocks, _sums(self.windows, other.windows), _sums(self.exact, other.exact)
         )
 
+    def __sub__(self, other: BlocksNeeded) -> BlocksNeeded:
+        """What is left of a sum without one of its parts."""
+        windows, exact = (tuple(-count for count in counts) for counts in (other.windows, other.exact))
+        return self + BlocksNeeded(-other.blocks, windows, exact)
+
 
 def _sums(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(sum, zip(one, other, strict=True))) if one and other else one or other

@@ -87,11 +87,11 @@ class PrefixCache:
         That is another one with this content if it is pinned already, or if ``block`` is ``NO_BLOCK``. One that is not
         pinned gives way otherwise: a step in flight may still have to move its content there.
         """
-        known = self.on_device.find(chain.digests[index + 1])
-        if known is not None and (block == NO_BLOCK or self._device.is_pinned(known.block)):
-            block = known.block
-        elif known is not None and known.block != block:
-            self.on_device.forget(known.block)
+        cached = self.on_device.find(chain.digests[index + 1])
+        if cached is not None and (block == NO_BLOCK or self._device.is_pinned(cached.block)):
+            block = cached.block
+        elif cached is not None and cached.block != block:
+            self.on_device.forget(cached.block)
         self.add(chain, index, block, content)
         self.on_device.pin(block)
         return block
@@ -158,8 +158,8 @@ class PrefixCache:
         ``released``: how many references to a block do not count, as they will be dropped before.
         """
         device, dropped = self._device, released.get
-        known = [hit for hit in hits if hit is not None]
-        return sum(hit.pool is not device or device.references(hit.block) == dropped(hit.block, 0) for hit in known)
+        blocks = [hit for hit in hits if hit is not None]
+        return sum(hit.pool is not device or device.references(hit.block) == dropped(hit.block, 0) for hit in blocks)
 
     def take(self, hits: Sequence[KnownBlock | None], num_full: int) -> list[int]:
         """Device blocks with the content of the hits, each with a new reference; their cost must be available.
@@ -227,8 +227,8 @@ def find_match(caches: Sequence[PrefixCache], token_ids: list[int], chain: Prefi
     others = caches[1:]
     partial, count = caches[0].find_partial(chain, end, content, lambda d: all(cache.find(d) for cache in others))
     if partial is not None:
-        for found, cache in zip(hits, caches, strict=True):
-            found.append(cache.find(partial.digest))
+        for group_hits, cache in zip(hits, caches, strict=True):
+            group_hits.append(cache.find(partial.digest))
     return PrefixMatch(start + count, len(token_ids), hits, end, chain)
 
 

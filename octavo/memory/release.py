@@ -23,18 +23,17 @@ class Release:
 
     def add(self, seq_ids: Iterable[int]) -> None:
         """Drops the references of these sequences."""
-        references = self.references
-        for seq_id in seq_ids:
-            for number, group in enumerate(self._groups):
-                for block in held_blocks(group.tables.get(seq_id, [])):
-                    references[block] = dropped = references.get(block, 0) + 1
-                    self.counts[number] += dropped == group.device.references(block)
+        self._count(seq_ids, 1)
 
     def discard(self, seq_ids: Iterable[int]) -> None:
         """Takes ``add`` back."""
+        self._count(seq_ids, -1)
+
+    def _count(self, seq_ids: Iterable[int], sign: int) -> None:
         references = self.references
         for seq_id in seq_ids:
             for number, group in enumerate(self._groups):
                 for block in held_blocks(group.tables.get(seq_id, [])):
-                    self.counts[number] -= references[block] == group.device.references(block)
-                    references[block] -= 1
+                    before = references.get(block, 0)
+                    references[block] = before + sign
+                    self.counts[number] += sign * (max(before, before + sign) == group.device.references(block))

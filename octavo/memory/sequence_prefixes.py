@@ -44,8 +44,14 @@ class SequencePrefixes:
             chain.extend(token_ids, len(token_ids) // self._block_size)
         return chain
 
-    def match(self, token_ids: list[int], chain: PrefixChain) -> PrefixMatch:
-        """Looks the longest cached prefix of these tokens up; ``chain`` is their chain. Nothing is changed."""
+    def match(self, token_ids: list[int], chain: PrefixChain, shared: int | None = None) -> PrefixMatch:
+        """Looks the longest cached prefix of these tokens up; ``chain`` is their chain. Nothing is changed.
+
+        ``shared``: blocks at its beginning that other sequences are to share. Of a longer match, the blocks in the
+        window at its end are taken, and not those that the others would read; so with windows it is no longer.
+        """
+        if shared is not None and any(group.window is not None for group in self._groups):
+            token_ids = token_ids[: 1 + shared * self._block_size]
         return find_match([group.cache for group in self._groups], token_ids, chain)
 
     def cost(self, match: PrefixMatch, released: Mapping[int, int] = NO_REFERENCES) -> int:

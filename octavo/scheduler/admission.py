@@ -44,8 +44,8 @@ class Admission:
         if group.num_seqs > self._options.max_num_seqs:
             return f"it needs {group.num_seqs} sequences at once, but max_num_seqs is {self._options.max_num_seqs}"
         full, rest = divmod(prompt, self._blocks.block_size)
-        own = self._blocks.blocks_for(rest + group.samples)
-        needed = self._blocks.demand(full + group.num_seqs * own, own_blocks=(group.num_seqs - 1) * own)
+        own_blocks = self._blocks.blocks_for(rest + group.samples)
+        needed = self._blocks.demand(full + group.num_seqs * own_blocks, own_blocks=(group.num_seqs - 1) * own_blocks)
         if self._never_fits(group, needed):
             sharing = replace(needed, blocks=needed.blocks - self._pinned_hits(group))
             if sharing == needed or self._never_fits(group, sharing):
@@ -60,7 +60,7 @@ class Admission:
 
     def _pinned_hits(self, group: SequenceGroup) -> int:
         """Pinned blocks that it shares."""
-        if not self._blocks.num_pinned or not self._may_use_prefix_cache(group):
+        if not self._blocks.state.pinned or not self._may_use_prefix_cache(group):
             return 0
         return self._blocks.prefixes.match(group.seqs[0].token_ids, self._prefix_chain(group)).num_pinned
 
@@ -129,9 +129,9 @@ class Admission:
             return False
         if match is not None:
             blocks.prefixes.adopt(first.seq_id, match)
-        if group.first_scheduled_time is None:
-            group.first_scheduled_time = step.now
-            group.num_cached_tokens = first.num_computed
+        if group.totals.first_scheduled_time is None:
+            group.totals.first_scheduled_time = step.now
+            group.totals.num_cached_tokens = first.num_computed
         self._queues.start_running(group)
         self._schedule_admitted(group, step)
         return True
@@ -150,8 +150,8 @@ class Admission:
         needed = BlocksNeeded(exact=tuple(n + for_next_tokens for n in blocks.blocks_to_swap_in(group.seq_ids)))
         if not self._fits(group, needed, self._reserved(step)) or not blocks.swap_in(group.seq_ids):
             return False
-        if group.first_scheduled_time is None:  # received from another engine
-            group.first_scheduled_time = step.now
+        if group.totals.first_scheduled_time is None:  # received from another engine
+            group.totals.first_scheduled_time = step.now
         step.swapped_groups.append(group)
         self._queues.start_running(group)
         self._schedule_admitted(group, step)
@@ -215,7 +215,9 @@ class Admission:
         """What the prefix cache has of a waiting group; None if it may not use it."""
         if not self._may_use_prefix_cache(group):
             return None
-        return self._blocks.prefixes.match(self._tokens_to_match(group), self._prefix_chain(group))
+        # Blocks that its sequences are to share must be read by all of them.
+        shared = min((seq.shared_prefix[1] for seq in group.seqs if seq.shared_prefix is not None), default=None)
+        return self._blocks.prefixes.match(group.seqs[0].token_ids, self._prefix_chain(group), shared)
 
     def needed(
         self, group: SequenceGroup, match: PrefixMatch | None, released: Mapping[int, int] = NO_REFERENCES
@@ -231,17 +233,6 @@ class Admission:
     def _may_use_prefix_cache(self, group: SequenceGroup) -> bool:
         """Logprobs of the prompt need the logits of all its tokens, so nothing of it is taken from the cache."""
         return group.request.task.prompt_logprobs is None
-
-    def _tokens_to_match(self, group: SequenceGroup) -> list[int]:
-        """The tokens of its first sequence, as far as others are to share them.
-
-        Of a longer match, the blocks in the window at its end are taken, and not those that the others would read.
-        """
-        tokens = group.seqs[0].token_ids
-        if len(group.seqs) == 1 or not self._blocks.has_windows:
-            return tokens
-        shared = [seq.shared_prefix[1] for seq in group.seqs if seq.shared_prefix is not None]
-        return tokens[: 1 + min(shared) * self._blocks.block_size] if shared else tokens
 
     def _prefix_chain(self, group: SequenceGroup) -> PrefixChain:
         """The digests of its blocks; kept, as a group may be looked up many times before it fits."""

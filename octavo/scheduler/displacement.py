@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import SequenceStatus
 from octavo.memory.kv_group import BlocksNeeded
@@ -13,6 +11,8 @@ from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.step import Step, blocks_still_needed, prompt_chunks
+
+_NOTHING = BlocksNeeded()
 
 
 class Displacement:
@@ -37,7 +37,8 @@ class Displacement:
         victims = self._victims(group, step.now)
         if not victims:
             return None
-        decoding = sum(g.num_seqs for g in self._queues.running if not (g.prefilling or g in victims))
+        gone = {victim.group_id for victim in victims}
+        decoding = sum(g.num_seqs for g in self._queues.running if not (g.prefilling or g.group_id in gone))
         budget = step.budget - (decoding if self._options.batching == "mixed" else 0)
         chunks = prompt_chunks(self._queues.blocks, group, budget, self._options)
         if not chunks:
@@ -60,24 +61,29 @@ class Displacement:
         room = _Room(self._options, queues, self._admission, group)
         if not room.may_suffice(lower):
             return []
-        staying, candidates = list(queues.running), self._preemption.victims(lower, now)
+        last, candidates = len(queues.running) - 1, self._preemption.victims(lower, now)
         victims: list[SequenceGroup] = []
+        gone: set[int] = set()
         while not room.suffices():
             victim = next(candidates, None)
-            if victim is None or (queues.has_aged(victim, now) and victim is not staying[-1]):
-                return []  # all are too few, or later ones would go on before it
-            staying.remove(victim)
+            if victim is None:
+                return []  # all are too few
+            while queues.running[last].group_id in gone:
+                last -= 1
+            if queues.has_aged(victim, now) and victim is not queues.running[last]:
+                return []  # later ones would go on before it
             victims.append(victim)
+            gone.add(victim.group_id)
             room.remove(victim)
         if victims and not queues.has_aged(victims[-1], now):
             # Those without which the others are enough are spared; without the last one they are not.
             for victim in victims[-2::-1]:
                 room.restore(victim)
                 if room.suffices():
-                    victims.remove(victim)
+                    gone.remove(victim.group_id)
                 else:
                     room.remove(victim)
-        return victims
+        return [victim for victim in victims if victim.group_id in gone]
 
 
 class _Room:
@@ -88,57 +94,52 @@ class _Room:
         self._match = admission.match(group)
         self._release = Release(queues.blocks.groups)
         self._num_seqs = queues.num_running_seqs
-        #: By group id, of those that stay: what their prompts still need.
-        self._prompts = {g.group_id: blocks_still_needed(queues.blocks, g) for g in queues.prefilling}
-        #: By group id, blocks for the next tokens of those that decode before the waiting group is admitted.
-        self._growth: dict[int, tuple[int, ...]] = {}
+        #: By group id: what prompts still need, and of those that decode before the waiting group is admitted the
+        #: blocks for their next tokens.
+        self._needs = {g.group_id: blocks_still_needed(queues.blocks, g) for g in queues.prefilling}
         if options.batching == "mixed":
             decoding = (g for g in queues.running if not g.prefilling)
             short = (g for g in decoding if len(g.seqs) > 1 or not g.seqs[0].free_slots)
-            self._growth = {g.group_id: _growth(queues, g) for g in short}
-        self._sum = [sum(counts) for counts in zip(*self._growth.values(), strict=True)]
+            self._needs |= {g.group_id: _growth(queues, g) for g in short}
+        #: The sum of those that stay.
+        self._reserved = sum(self._needs.values(), BlocksNeeded())
 
     def remove(self, victim: SequenceGroup) -> None:
         """A running group is gone."""
         self._release.add(victim.seq_ids)
-        self._prompts.pop(victim.group_id, None)
-        self._count(victim, -1)
+        self._num_seqs -= victim.num_seqs
+        self._reserved -= self._needs.get(victim.group_id, _NOTHING)
 
     def restore(self, victim: SequenceGroup) -> None:
         """Takes ``remove`` back."""
         self._release.discard(victim.seq_ids)
-        if victim.prefilling:
-            self._prompts[victim.group_id] = blocks_still_needed(self._blocks, victim)
-        self._count(victim, 1)
-
-    def _count(self, victim: SequenceGroup, sign: int) -> None:
-        self._num_seqs += sign * victim.num_seqs
-        for number, count in enumerate(self._growth.get(victim.group_id, ())):
-            self._sum[number] += sign * count
+        self._num_seqs += victim.num_seqs
+        self._reserved += self._needs.get(victim.group_id, _NOTHING)
 
     def may_suffice(self, victims: list[SequenceGroup]) -> bool:
         """Whether the waiting group fits without these if they share no block: quick to say where most are too few."""
-        seq_ids, group_ids = [seq_id for v in victims for seq_id in v.seq_ids], {v.group_id for v in victims}
-        prompts = [needed for group_id, needed in self._prompts.items() if group_id not in group_ids]
+        seq_ids = [seq_id for victim in victims for seq_id in victim.seq_ids]
+        needs = (self._needs.get(victim.group_id, _NOTHING) for victim in victims)
         held = [sum(map(kv_group.num_held, seq_ids)) for kv_group in self._blocks.groups]
-        return self._fits(prompts, held, self._num_seqs - sum(v.num_seqs for v in victims))
+        num_seqs = self._num_seqs - sum(victim.num_seqs for victim in victims)
+        return self._fits(self._reserved - sum(needs, _NOTHING), held, num_seqs)
 
     def suffices(self) -> bool:
         """Whether the waiting group fits now that some are gone."""
-        return self._fits(self._prompts.values(), self._release.counts, self._num_seqs)
+        return self._fits(self._reserved, self._release.counts, self._num_seqs)
 
-    def _fits(self, prompts: Iterable[BlocksNeeded], released: list[int], num_seqs: int) -> bool:
+    def _fits(self, reserved: BlocksNeeded, released: list[int], num_seqs: int) -> bool:
         needed = self._admission.needed(self._group, self._match, self._release.references)
-        available = BlocksNeeded(exact=tuple(-count for count in released))
-        reserved = sum(prompts, BlocksNeeded(exact=tuple(self._sum))) + available
-        return self._admission.fits_beside(self._group, needed, reserved, num_seqs)
+        return self._admission.fits_beside(
+            self._group, needed, reserved - BlocksNeeded(exact=tuple(released)), num_seqs
+        )
 
 
-def _growth(queues: Queues, group: SequenceGroup) -> tuple[int, ...]:
-    """Blocks that the next tokens of a decoding group need, by KV group."""
+def _growth(queues: Queues, group: SequenceGroup) -> BlocksNeeded:
+    """Blocks that the next tokens of a decoding group need."""
     writes = [
         (s.seq_id, s.num_computed, s.num_computed + s.num_uncomputed)
         for s in group.seqs
         if s.free_slots < s.num_uncomputed and not s.is_ending
     ]
-    return tuple(kv_group.demand(writes)[0] if writes else 0 for kv_group in queues.blocks.groups)
+    return BlocksNeeded(exact=tuple(kv_group.demand(writes)[0] for kv_group in queues.blocks.groups))

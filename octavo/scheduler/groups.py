@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+from octavo.core.engine_outputs import AdmissionStats
 from octavo.core.preparation import Preparation, preparations_of
 from octavo.core.request import Beam, EngineCoreRequest, Generate, SequenceStatus
 from octavo.core.untracked import untracked
@@ -56,7 +57,7 @@ class Sequence:
     @property
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt that were found in the prefix cache."""
-        return self.group.num_cached_tokens
+        return self.group.totals.num_cached_tokens
 
     @property
     def context(self) -> str:
@@ -107,14 +108,10 @@ class SequenceGroup:
     chain: PrefixChain | None = None
     #: What the policy keeps of it.
     policy_data: Any = None
-    first_scheduled_time: float | None = None
-    num_cached_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_recomputes: int = 0
-    num_recomputed_tokens: int = 0
-    num_swaps: int = 0
-    num_swapped_blocks: int = 0
+    #: What is reported of it when it is admitted.
+    totals: AdmissionStats = field(init=False)
     group_id: int = field(init=False)
     #: Orders groups by arrival: seconds, and a number where these are equal.
     arrival: tuple[float, int] = field(init=False)
@@ -145,6 +142,7 @@ class SequenceGroup:
             (request.arrival_time, number),
             request.options.priority,
         )
+        self.totals = AdmissionStats(self.group_id)
         self.context = request.cache_context
         self.features = untracked([FeatureSpan(f.offset, f.length, f.key) for f in request.features])
         self.stop_token_ids = untracked(frozenset(task.stop_token_ids))

@@ -91,12 +91,12 @@ class LengthPredictor:
     def learn(self, features: Features, length: int) -> None:
         """A request with these features has generated ``length`` tokens, at least one."""
         weights = self._weights
-        known = [weights.pop(f, (0.0, _PRIOR_VARIANCE)) for f in features]
-        predicted = sum([w for w, _ in known])
-        variance = sum([v for _, v in known])
+        estimates = [weights.pop(f, (0.0, _PRIOR_VARIANCE)) for f in features]
+        predicted = sum([w for w, _ in estimates])
+        variance = sum([v for _, v in estimates])
         residual = math.log(length) - predicted
         step = 1.0 / (variance + self._noise)
-        for f, (w, v) in zip(features, known, strict=True):
+        for f, (w, v) in zip(features, estimates, strict=True):
             gain = v * step
             weights[f] = (w + gain * residual, v * (1.0 - gain) + _DRIFT)
         while len(weights) > _MAX_WEIGHTS:

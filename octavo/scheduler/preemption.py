@@ -99,8 +99,8 @@ class Preemption:
     def _swap_out(self, group: SequenceGroup) -> bool:
         if not self._blocks.swap_out(group.seq_ids):
             return False
-        group.num_swaps += 1
-        group.num_swapped_blocks += sum(self._blocks.blocks_to_swap_in(group.seq_ids))
+        group.totals.num_swaps += 1
+        group.totals.num_swapped_blocks += sum(self._blocks.blocks_to_swap_in(group.seq_ids))
         self._stats.preemptions_by_swap += 1
         self._queues.requeue(group, SequenceStatus.SWAPPED)
         return True
@@ -118,8 +118,8 @@ class Preemption:
         for seq in group.seqs:
             self._blocks.free(seq.seq_id)
             seq.num_computed = 0
-        group.num_recomputes += 1
-        group.num_recomputed_tokens += lost
+        group.totals.num_recomputes += 1
+        group.totals.num_recomputed_tokens += lost
         self._stats.preemptions_by_recompute += 1
         self._stats.recomputed_tokens += lost
 

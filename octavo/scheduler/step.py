@@ -70,7 +70,9 @@ def prompt_chunks(blocks: BlockManager, group: SequenceGroup, budget: int, optio
     """
     held_back = 1 if len(group.seqs) > 1 else 0
     # ``prefill_first`` does so, too, but not after preemption: with generated tokens a prompt may be too long.
-    whole = not options.enable_chunked_prefill or (options.batching == "prefill_first" and not group.num_recomputes)
+    whole = not options.enable_chunked_prefill or (
+        options.batching == "prefill_first" and not group.totals.num_recomputes
+    )
     if not whole:
         budget = min(budget, blocks.max_chunk)
         if group.is_long:
@@ -79,8 +81,8 @@ def prompt_chunks(blocks: BlockManager, group: SequenceGroup, budget: int, optio
     for seq in group.seqs:
         if seq.shared_prefix is not None:
             continue
-        wanted = seq.num_uncomputed - held_back
-        n = wanted if wanted <= budget else 0 if whole else budget
+        tokens = seq.num_uncomputed - held_back
+        n = tokens if tokens <= budget else 0 if whole else budget
         if n > 0:
             chunks.append((seq, n))
             budget -= n

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from octavo.core.engine_outputs import AdmissionStats, EngineCoreOutputs, GroupOutput, SequenceOutput
+import msgspec
+
+from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput, SequenceOutput
 from octavo.core.plan import SequenceResult, StepResult
 from octavo.core.request import Generate, SequenceStatus
 from octavo.memory.block_manager import AllocStatus
@@ -28,7 +30,7 @@ class Results:
         """Appends sampled tokens, adds full blocks to the prefix cache, ends what has finished."""
         for seq, num_computed in step.filled:
             self._register(seq, num_computed)
-        outputs = EngineCoreOutputs([_admission(g) for g in step.admitted])
+        outputs = EngineCoreOutputs([msgspec.structs.replace(group.totals) for group in step.admitted])
         beams: dict[int, SequenceGroup] = {}
         ended = self._append_sampled(result, outputs.sequences, beams)
         if step.drafted:
@@ -166,13 +168,13 @@ class Results:
     ) -> None:
         """One step of a beam search: which beams survive, which fork, and whether the search is done."""
         assert group.beam is not None
-        found = [extras.get(seq.seq_id, SequenceResult()) for seq in group.seqs]
-        errors = [e.error for e in found if e.error is not None]
+        results = [extras.get(seq.seq_id, SequenceResult()) for seq in group.seqs]
+        errors = [e.error for e in results if e.error is not None]
         if errors:
             self._queues.end_group(group, SequenceStatus.FINISHED_ERROR)
             updates.append(GroupOutput(group.group_id, group.status.value, errors[0]))
             return
-        candidates = [Candidates(p.top_ids, p.top_logprobs) for e in found for p in e.logprobs]
+        candidates = [Candidates(p.top_ids, p.top_logprobs) for e in results for p in e.logprobs]
         assert len(candidates) == len(group.seqs), "a group of beams samples together"
         num_prompt_tokens = len(group.request.prompt_token_ids)
         outcome = group.beam.step(candidates, [s.token_ids for s in group.seqs], num_prompt_tokens)
@@ -232,16 +234,3 @@ def _append(seq: Sequence, new: list[int], update: SequenceOutput) -> None:
         update.stop_reason = task.stop_reason(new[-1])
     tokens += new
     update.token_ids, update.finish_reason = new, seq.status.value
-
-
-def _admission(group: SequenceGroup) -> AdmissionStats:
-    assert group.first_scheduled_time is not None
-    return AdmissionStats(
-        group.group_id,
-        group.first_scheduled_time,
-        group.num_cached_tokens,
-        group.num_recomputes,
-        group.num_recomputed_tokens,
-        group.num_swaps,
-        group.num_swapped_blocks,
-    )

@@ -94,9 +94,9 @@ def test_what_would_change_memory_or_weights_is_refused(option: Options, other: 
 
 
 def test_every_row_is_tested() -> None:
-    assert {name for option, *_ in IDLE for name in option} == {row.name for row in IDLE_OPTIONS}
+    assert {name for option, *_ in IDLE for name in option} == {name for row in IDLE_OPTIONS for name in row.names}
     assert len(REFUSED) >= len(REFUSED_OPTIONS)
-    assert {name for option, _ in REFUSED for name in option} == {row.name for row in REFUSED_OPTIONS}
+    assert {name for option, _ in REFUSED for name in option} == {name for row in REFUSED_OPTIONS for name in row.names}
 
 
 def test_defaults_and_what_is_off_are_not_named() -> None:

@@ -177,7 +177,7 @@ def test_bit_for_bit_the_same(
         assert sum(o.metrics.num_preemptions for o in outputs) > 0
     if options.get("max_num_batched_tokens") == 16:
         assert llm.llm_engine.core.times.steps > sum(LENGTHS[i] for i in FEW) // 16
-    assert llm.llm_engine.core.blocks.num_used == 0
+    assert llm.llm_engine.core.blocks.state.used == 0
 
 
 @compiled

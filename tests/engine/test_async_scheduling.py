@@ -132,7 +132,7 @@ def _numbers(logprobs: Any) -> Any:
 
 def check_nothing_held(llm: LLM) -> None:
     core = llm.llm_engine.core
-    assert core.blocks.num_used == core.blocks.host_used == core.blocks.num_tables == 0
+    assert core.blocks.state.used == core.blocks.state.host_used == core.blocks.num_tables == 0
     assert not core.scheduler.has_work and not core._in_flight
 
 
@@ -284,7 +284,7 @@ def test_aborts_in_between_change_nothing_for_the_others(llm: LLM, alone: list[A
                 done[i] = output
                 running.remove(i)
         blocks = engine.core.blocks
-        assert blocks.num_used + blocks.num_free + blocks.num_cached == blocks.num_blocks
+        assert blocks.state.used + blocks.state.free + blocks.state.cached == blocks.num_blocks
     assert {i: everything(output) for i, output in done.items()} == {i: alone[i] for i in done}
     for i, last in aborted.items():
         if last is None or isinstance(params[i], BeamSearchParams) or i == 4:

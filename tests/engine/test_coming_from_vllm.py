@@ -298,7 +298,7 @@ def test_the_page_of_differences_names_options_of_the_table() -> None:
 
 def test_without_a_tokenizer_ids_go_in_and_come_out(tiny_model: Path, tmp_path: Path, names: dict[str, Any]) -> None:
     from octavo.engine.tokenizer import SkippedTokenizer
-    from octavo.server.logprobs import LogprobsTracker, make_completion_logprobs
+    from octavo.server.logprobs import LogprobsTracker, TokenNames, make_completion_logprobs
 
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(tiny_model / name)
@@ -310,7 +310,9 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(tiny_model: Path, tmp_path: 
     tokenizer = llm.get_tokenizer()
     assert isinstance(tokenizer, SkippedTokenizer)
     tokens = LogprobsTracker(tokenizer, [70, 71, 72], skip_special_tokens=True).advance(completion)
-    assert make_completion_logprobs(tokenizer, tokens).tokens == [f"token_id:{i}" for i in expected.token_ids]
+    assert make_completion_logprobs(TokenNames(tokenizer, False), tokens).tokens == [
+        f"token_id:{i}" for i in expected.token_ids
+    ]
 
 
 def test_half_precision_is_float16(tiny_model: Path) -> None:

@@ -17,6 +17,7 @@ from octavo import LLM, BeamSearchParams, InvalidRequestError, LLMEngine, Reques
 from octavo.core.config import make_config
 from octavo.core.errors import InsufficientMemoryError
 from octavo.core.request import EngineCoreRequest
+from octavo.core.sampling_params import RequestOutputKind
 from octavo.engine.input_processor import Prompt
 from octavo.runner import memory
 from octavo.scheduler.groups import SequenceGroup
@@ -39,7 +40,7 @@ def nothing_is_held_afterwards(request: pytest.FixtureRequest) -> Iterator[None]
     yield
     if "llm" in request.fixturenames:
         core = request.getfixturevalue("llm").llm_engine.core
-        assert core.blocks.num_used == 0
+        assert core.blocks.state.used == 0
         assert not core.scheduler.has_work
 
 
@@ -188,7 +189,8 @@ def test_streamed_text_grows_and_never_shows_a_stop_string(llm: LLM) -> None:
         logits[spelled[len(output)]] = 1e4
         return logits
 
-    params = SamplingParams(temperature=0, max_tokens=23, stop="STOP", logits_processors=[spell])
+    kind = RequestOutputKind.DELTA
+    params = SamplingParams(temperature=0, max_tokens=23, stop="STOP", logits_processors=[spell], output_kind=kind)
     llm.llm_engine.add_request("r", "x", params)
     seen: list[str] = []
     while llm.llm_engine.has_unfinished_requests():
@@ -293,7 +295,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
     assert outputs[0].outputs[0].finish_reason == "error"
     assert "on fire" in (outputs[0].outputs[0].error or "")
     assert outputs[1].outputs[0].token_ids == good
-    assert llm.llm_engine.core.blocks.num_used == 0
+    assert llm.llm_engine.core.blocks.state.used == 0
 
 
 def test_abort_at_any_moment_frees_everything(llm: LLM) -> None:
@@ -301,14 +303,15 @@ def test_abort_at_any_moment_frees_everything(llm: LLM) -> None:
     for steps in range(4):
         engine.add_request("keep", "keep", GREEDY, streaming=False)
         engine.add_request("drop", "drop", SamplingParams(n=2, max_tokens=50, ignore_eos=True))
-        parts = [output for _ in range(steps) for output in engine.step()]
+        for _ in range(steps):
+            engine.step()
         last = engine.abort_request("drop")
         assert last is not None
         assert [o.finish_reason for o in last.outputs] == ["abort", "abort"]
-        assert [sum(len(part.outputs[i].token_ids) for part in [*parts, last]) for i in (0, 1)] == [steps, steps]
+        assert [len(o.token_ids) for o in last.outputs] == [steps, steps]
         assert engine.abort_request("drop") is None
         assert run(engine).keys() == {"keep"}
-        assert engine.core.blocks.num_used == 0
+        assert engine.core.blocks.state.used == 0
 
 
 def test_statistics_are_a_snapshot(llm: LLM) -> None:
@@ -563,8 +566,8 @@ def test_a_request_gets_the_same_tokens_in_any_company(tiny_model: Path, data: s
         for output in engine.step():
             done[output.request_id] = output
         held = engine.core.blocks
-        assert held.num_used + held.num_free + held.num_cached == held.num_blocks
-    assert engine.core.blocks.num_used == 0
+        assert held.state.used + held.state.available == held.num_blocks
+    assert engine.core.blocks.state.used == 0
     alone = load(tiny_model)
     for i, ((prompt, *_), p) in enumerate(zip(requests, params, strict=True)):
         if str(i) in done:

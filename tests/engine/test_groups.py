@@ -31,7 +31,7 @@ def nothing_is_held_afterwards(request: pytest.FixtureRequest) -> Iterator[None]
     yield
     for name in {"llm", "tiny"} & set(request.fixturenames):
         engine = request.getfixturevalue(name).llm_engine
-        assert engine.core.blocks.num_used == 0
+        assert engine.core.blocks.state.used == 0
         assert not engine.has_unfinished_requests()
 
 
@@ -56,7 +56,7 @@ def test_eight_samples_are_the_eight_of_single_requests_with_their_seeds(tiny: L
 def blocks_in_use(engine: LLMEngine) -> Iterator[int]:
     while engine.has_unfinished_requests():
         engine.step()
-        yield engine.core.blocks.num_used
+        yield engine.core.blocks.state.used
 
 
 @pytest.mark.parametrize("prompt_length", [5, 16, 32, 45])
@@ -235,4 +235,4 @@ def test_a_group_that_outgrows_all_blocks_ends_with_an_error_and_the_others_fini
     assert "outgrown the KV cache of 8 blocks" in (outputs[0].outputs[0].error or "")
     assert [o.exceeds_kv_cache for o in outputs[0].outputs] == [True] * 5
     assert outputs[1].outputs[0].finish_reason == "length" and not outputs[1].outputs[0].exceeds_kv_cache
-    assert small.llm_engine.core.blocks.num_used == 0
+    assert small.llm_engine.core.blocks.state.used == 0

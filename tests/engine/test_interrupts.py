@@ -46,7 +46,7 @@ def answers(llm: LLM) -> list[list[list[int]]]:
 
 def check_nothing_held(llm: LLM) -> None:
     core = llm.llm_engine.core
-    assert core.blocks.num_used == core.blocks.host_used == core.blocks.num_tables == 0
+    assert core.blocks.state.used == core.blocks.state.host_used == core.blocks.num_tables == 0
     assert not core.scheduler.has_work and not core._in_flight
     assert not llm.llm_engine.has_unfinished_requests()
 

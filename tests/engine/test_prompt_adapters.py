@@ -263,7 +263,7 @@ def test_requests_share_the_blocks_of_virtual_tokens(adapted: Adapted, kind: str
         most = 0
         while llm.llm_engine.has_unfinished_requests():
             llm.llm_engine.step()
-            most = max(most, blocks.num_used)
+            most = max(most, blocks.state.used)
         return most
 
     adapter = adapted.request(kind)

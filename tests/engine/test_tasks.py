@@ -54,7 +54,7 @@ def pool(core: EngineCore, prompts: list[list[int]], neighbours: int = 0) -> lis
                 found[update.group_id] = update.extra.pooled
         ends.update((end.group_id, end.finish_reason) for end in outputs.groups)
     assert ends == {i: "length" for i in range(len(prompts))}
-    assert core.blocks.num_used == 0
+    assert core.blocks.state.used == 0
     return [np.frombuffer(found[i], np.float32) for i in range(len(prompts))]
 
 

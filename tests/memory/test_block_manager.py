@@ -21,7 +21,7 @@ def needed(manager: BlockManager, *writes: tuple[int, int, int]) -> int:
 
 
 def figures(manager: BlockManager) -> tuple[int, int, int]:
-    return manager.num_used, manager.num_free, manager.num_cached
+    return manager.state.used, manager.state.free, manager.state.cached
 
 
 # --- growth and admission -------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_free_returns_everything_and_is_harmless_twice() -> None:
     assert manager.num_tables == 1
     manager.free(0)
     manager.free(0)
-    assert (manager.num_tables, manager.num_free) == (0, 4)
+    assert (manager.num_tables, manager.state.free) == (0, 4)
 
 
 # --- sharing and copy-on-write --------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def test_a_fork_shares_every_block_until_one_of_them_writes() -> None:
     manager.fork(0, 1)
     first, second = manager.table(0)
     assert manager.table(1) == [first, second]
-    assert manager.num_used == 2
+    assert manager.state.used == 2
     (growth,) = grown(manager, (1, 6, 7))
     assert growth.index == 1
     assert manager.table(1) == [first, *growth.blocks]
@@ -191,7 +191,7 @@ def test_a_group_is_swapped_with_each_shared_block_once() -> None:
     assert manager.is_swapped(1)
     assert manager.table(0) == []
     assert manager.num_tables == 2
-    assert (manager.num_free, manager.host_used, manager.groups[0].host.num_available) == (4, 3, 0)
+    assert (manager.state.free, manager.state.host_used, manager.groups[0].host.num_available) == (4, 3, 0)
     out = dict(manager.take_moves().swap_out)
     assert len(out) == 3
     assert manager.blocks_to_swap_in([0, 1]) == (3,)
@@ -200,7 +200,7 @@ def test_a_group_is_swapped_with_each_shared_block_once() -> None:
     for seq_id, blocks in before.items():
         assert manager.table(seq_id) == [back[out[block]] for block in blocks]
     assert manager.table(0)[0] == manager.table(1)[0]
-    assert (manager.host_used, manager.is_swapped(0)) == (0, False)
+    assert (manager.state.host_used, manager.is_swapped(0)) == (0, False)
 
 
 def test_swapping_out_without_host_room_changes_nothing() -> None:
@@ -277,7 +277,7 @@ def test_swapped_sequences_are_freed_like_others() -> None:
     assert manager.swap_out([0])
     manager.take_moves()
     manager.free(0)
-    assert (manager.host_used, manager.num_tables) == (0, 0)
+    assert (manager.state.host_used, manager.num_tables) == (0, 0)
 
 
 def test_what_is_swapped_out_cannot_grow_or_fork() -> None:

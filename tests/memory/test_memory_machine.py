@@ -187,7 +187,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def start(self, token_ids: list[int], salt: str, features: list[FeatureSpan]) -> None:
         if not self.make_room():
             return
-        if self.manager.num_available < 2:
+        if self.manager.state.available < 2:
             self.free(0)
         features = [f for f in features if f.end <= len(token_ids)]
         found = self.look_up(token_ids, salt, features)
@@ -448,7 +448,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def reset(self, really: int) -> None:
         if really == 9:
             self.manager.reset_prefix_cache()
-            assert self.manager.num_cached == 0
+            assert self.manager.state.cached == 0
 
     @rule(probe=TOKENS, salt=SALTS, features=st.sampled_from(FEATURES), register=st.sampled_from([True, True, False]))
     def step(self, probe: list[int], salt: str, features: list[FeatureSpan], register: bool) -> None:
@@ -544,7 +544,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.manager.take_moves()
         assert self.manager.num_tables == 0
         assert all(group.device.num_used == group.host.num_used == 0 for group in self.manager.groups)
-        assert not self.pinned or self.manager.num_pinned > 0
+        assert not self.pinned or self.manager.state.pinned > 0
         self.manager.pinned.clear()
         self.manager.reset_prefix_cache()
         for group in self.manager.groups:

@@ -34,8 +34,8 @@ def make(num_blocks: int | list[GroupBlocks] = 6, max_num_batched_tokens: int = 
 
 
 def counts(blocks: BlockManager) -> tuple[int, int, int, int]:
-    assert blocks.num_used + blocks.num_free + blocks.num_cached + blocks.num_pinned == blocks.num_blocks
-    return blocks.num_used, blocks.num_free, blocks.num_cached, blocks.num_pinned
+    assert blocks.state.used + blocks.state.free + blocks.state.cached + blocks.state.pinned == blocks.num_blocks
+    return blocks.state.used, blocks.state.free, blocks.state.cached, blocks.state.pinned
 
 
 def test_a_pinned_prefix_survives_what_evicts_all_else() -> None:

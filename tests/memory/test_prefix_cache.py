@@ -46,7 +46,7 @@ def blocks_of(found: PrefixMatch, group: int = 0) -> list[int | None]:
 
 
 def figures(manager: BlockManager) -> tuple[int, int, int]:
-    return manager.num_used, manager.num_free, manager.num_cached
+    return manager.state.used, manager.state.free, manager.state.cached
 
 
 def tokens(count: int, first: int = 0) -> list[int]:
@@ -151,7 +151,7 @@ def test_the_same_content_computed_twice_is_cached_once() -> None:
     manager = cached_manager()
     first = compute(manager, 0, tokens(8))
     compute(manager, 1, tokens(8))
-    assert manager.num_used == 4
+    assert manager.state.used == 4
     manager.free(1)
     assert figures(manager) == (2, 6, 0)
     manager.free(0)
@@ -229,11 +229,11 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
 def test_cached_blocks_count_as_available_until_they_are_referenced() -> None:
     manager = cached_manager(4)
     leave(manager, tokens(12))
-    assert manager.num_available == 4
+    assert manager.state.available == 4
     found = match(manager, tokens(12))
     assert manager.prefixes.cost(found) == 3
     manager.prefixes.adopt(1, found)
-    assert manager.num_available == 1
+    assert manager.state.available == 1
 
 
 def test_a_match_that_does_not_fit_is_refused_and_nothing_changes() -> None:
@@ -294,7 +294,7 @@ def test_a_sequence_that_fills_the_pool_overwrites_the_block_it_would_copy() -> 
     manager = cached_manager(2)
     table = leave(manager, tokens(8))
     adopt(manager, 1, tokens(8))
-    assert manager.num_available == 0
+    assert manager.state.available == 0
     growths = manager.grow([(1, 7, 8)])
     assert growths == []
     assert manager.table(1) == table
@@ -377,7 +377,7 @@ def test_evicted_content_moves_to_the_host_and_is_swapped_in() -> None:
     manager.grow([(0, 0, 8)])
     out = manager.take_moves().swap_out
     assert {block for block, _ in out} == set(table)
-    assert manager.host_used == 0
+    assert manager.state.host_used == 0
     manager.free(0)
     found = adopt(manager, 1, tokens(9))
     assert found.num_tokens == 8
@@ -424,7 +424,7 @@ def test_swapped_sequences_evict_cached_host_blocks() -> None:
     assert manager.groups[0].host.num_available == 2
     assert manager.swap_out([0])
     assert match(manager, tokens(9)).num_tokens == 0
-    assert manager.host_used == 2
+    assert manager.state.host_used == 2
 
 
 def test_without_host_room_evicted_content_is_lost() -> None:

@@ -511,7 +511,7 @@ class Answer:
 
     @property
     def num_preemptions(self) -> int:
-        return self.group.num_recomputes + self.group.num_swaps
+        return self.group.totals.num_recomputes + self.group.totals.num_swaps
 
     @property
     def finished(self) -> bool:
@@ -631,14 +631,14 @@ class Engine:
         return self.plans[taken_in] if len(self.plans) > taken_in else StepPlan(-1)
 
     def _remember(self) -> None:
-        self._before = [(g, g.status, g.num_swaps) for g in self.scheduler.queues.groups.values()]
+        self._before = [(g, g.status, g.totals.num_swaps) for g in self.scheduler.queues.groups.values()]
 
     def _record_plan(self, plan: StepPlan) -> None:
         """Called with every new plan."""
         self.group_of.update((seq_id, seq.group.group_id) for seq_id, seq in self.scheduler.queues.sequences.items())
         for group, status, swaps in self._before:
             back = status is SequenceStatus.SWAPPED and group.status is SequenceStatus.RUNNING
-            assert not (back and group.num_swaps > swaps), "out and in in one step"
+            assert not (back and group.totals.num_swaps > swaps), "out and in in one step"
         self._remember()
 
     def run(self, max_steps: int = 1000) -> int:

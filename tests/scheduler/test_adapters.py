@@ -151,7 +151,7 @@ def test_an_urgent_group_lets_slots_drain(batching: str) -> None:
         if answer is not None and answer.tokens:
             break
     assert answer is not None
-    assert answer.group.first_scheduled_time is not None and 13 < answer.group.first_scheduled_time < 25
+    assert answer.group.totals.first_scheduled_time is not None and 13 < answer.group.totals.first_scheduled_time < 25
     finish(engine)
 
 

@@ -95,7 +95,7 @@ def test_a_stop_token_is_seen_one_step_late_and_what_was_computed_after_it_is_dr
     finish(engine)
     assert answer.tokens == {0: alone[: end + 1]} and answer.reasons == {0: "stop"}
     assert computed(engine) == 6 + end + 1
-    assert engine.blocks.num_cached == (6 + end) // BLOCK, "a block with the dropped entry is known"
+    assert engine.blocks.state.cached == (6 + end) // BLOCK, "a block with the dropped entry is known"
 
 
 def test_several_sequences_run_ahead_from_their_fork_on() -> None:
@@ -179,7 +179,7 @@ def test_a_sequence_preempted_with_a_token_in_flight_resumes_with_it(mode: str, 
         known = {i: len(a.tokens.get(0, ())) for i, a in engine.answers.items()}
         engine.step()
         group = engine.answers[2].group
-        awaited = group.num_recomputes + group.num_swaps > 0
+        awaited = group.totals.num_recomputes + group.totals.num_swaps > 0
     assert group.status is not SequenceStatus.RUNNING
     if depth == 2:
         assert len(engine.answers[2].tokens[0]) == known[2] + 1, "it was preempted after the result of its last step"

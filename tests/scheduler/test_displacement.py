@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from octavo.memory.kv_group import BlocksNeeded
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.step import Step
 from tests.scheduler.fake_worker import Engine, watch_displacement
@@ -57,6 +58,17 @@ def test_those_that_are_not_needed_are_spared(batching: str) -> None:
     engine.add(request(5, 25, priority=0, max_tokens=2))
     step(engine)  # seven blocks: without 2 there are nine, without 3 and 4 not enough
     assert engine.queues == ([2], [5, 1, 3, 4], [])
+    finish(engine)
+
+
+def test_blocks_for_the_next_tokens_of_those_that_give_way_do_not_count() -> None:
+    engine = make(blocks=8, **STATIC)
+    engine.add(request(1, 5, priority=0, max_tokens=4))
+    engine.add(request(2, 8, priority=5, max_tokens=4))
+    step(engine)  # 2 needs a block for its next token
+    engine.add(request(3, 23, priority=1, max_tokens=2))
+    step(engine)  # six blocks: four that are free, and the two of 2
+    assert engine.queues == ([2], [1, 3], [])
     finish(engine)
 
 
@@ -150,3 +162,35 @@ def test_running_groups_are_looked_at_a_few_times_however_many_are_preempted(
         step(engine)
     assert engine.scheduler.stats().preemptions_by_recompute > groups // 5
     assert looks < 4 * groups
+
+
+@pytest.mark.parametrize("groups", [25, 100])
+def test_what_prompts_need_is_summed_once_however_many_are_displaced(
+    groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: dict[str, Any] = {
+        "long_prefill_token_threshold": 4,
+        "max_long_partial_prefills": groups + 1,
+        "max_num_seqs": groups + 1,
+    }
+    engine = make(
+        blocks=2 * groups, max_num_batched_tokens=8 * groups, preemption_victim="least_computed",
+        **limits, **STATIC,
+    )  # fmt: skip
+    for group_id in range(groups):
+        engine.add(request(group_id, 7, priority=5, max_tokens=40))
+    step(engine)
+    assert len(engine.scheduler.queues.prefilling) == groups
+    engine.add(request(groups, 6 * groups, max_tokens=2))
+    sums = 0
+    add = BlocksNeeded.__add__
+
+    def counted(self: BlocksNeeded, other: BlocksNeeded) -> BlocksNeeded:
+        nonlocal sums
+        sums += 1
+        return add(self, other)
+
+    monkeypatch.setattr(BlocksNeeded, "__add__", counted)
+    step(engine)
+    assert engine.scheduler.stats().preemptions_by_recompute > groups // 2
+    assert sums < 12 * groups

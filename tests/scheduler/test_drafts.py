@@ -253,7 +253,7 @@ def test_the_prefix_cache_holds_what_it_holds_without_drafts() -> None:
         for group_id in range(1, 5):
             engine.add(request(group_id, 6, 10 + 5 * group_id))
         run(engine)
-        cached.append(engine.blocks.num_cached)
+        cached.append(engine.blocks.state.cached)
     assert cached[0] == cached[1] == cached[2] > 20
 
 
@@ -339,4 +339,4 @@ def test_what_is_accepted_before_a_sequence_fails_is_part_of_its_answer(before: 
     (update,) = scheduler.update(plan, result).sequences
     assert update.token_ids == tokens and update.finish_reason == "error"
     assert update.extra is not None and update.extra.error == "no token"
-    assert not scheduler.has_work and engine.blocks.num_used == 0
+    assert not scheduler.has_work and engine.blocks.state.used == 0

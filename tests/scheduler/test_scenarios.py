@@ -178,7 +178,7 @@ def test_a_group_is_preempted_and_resumed_whole_by_recompute_and_shares_its_prom
     engine.add(request(2, 8, max_tokens=12, n=3, priority=1))
     step(engine)
     step(engine)
-    assert engine.blocks.num_used == 2 + 3  # the prompt is shared
+    assert engine.blocks.state.used == 2 + 3  # the prompt is shared
     engine.add(request(1, 19, max_tokens=8))
     steps_until(engine, "forget")
     assert engine.queues == ([2], [1], [])
@@ -228,14 +228,14 @@ def test_beams_share_again_what_they_shared_behind_the_prompt_before_a_preemptio
     for _ in range(40):
         step(engine)
     group, blocks = engine.answers[1].group, engine.blocks
-    used = blocks.num_used
+    used = blocks.state.used
     first, second, _ = map(blocks.table, group.seq_ids)
     assert sum(a == b for a, b in zip(first, second, strict=False)) > 2, "nothing is shared behind the prompt"
     engine.scheduler._preemption.preempt(group, Step(0.0, 0))
     step(engine)
     step(engine)
     assert group.status is SequenceStatus.RUNNING
-    assert blocks.num_used == used
+    assert blocks.state.used == used
     finish(engine)
 
 
@@ -276,7 +276,7 @@ def test_a_group_whose_first_sequence_has_ended_resumes_with_its_own_tokens() ->
         engine.stop(1, 0)
         for _ in range(6):
             step(engine)
-    assert engine.answers[1].group.num_recomputes == 2
+    assert engine.answers[1].group.totals.num_recomputes == 2
     finish(engine)
 
 
@@ -285,10 +285,10 @@ def test_only_the_last_block_is_copied_on_write() -> None:
     engine.add(request(1, 6, n=3))
     step(engine)
     first, last = engine.blocks.table(engine.answers[1].group.seqs[0].seq_id)
-    assert engine.blocks.num_used == 2
+    assert engine.blocks.state.used == 2
     plan = engine.step()
     assert [source for source, _ in plan.blocks_to_copy] == [last, last]  # the third writes in place
-    assert engine.blocks.num_used == 1 + 3
+    assert engine.blocks.state.used == 1 + 3
     assert all(engine.blocks.table(s.seq_id)[0] == first for s in engine.answers[1].group.seqs)
     assert engine.step().blocks_to_copy == []
     finish(engine)
@@ -299,7 +299,7 @@ def test_nothing_is_copied_when_the_prompt_fills_its_blocks() -> None:
     engine.add(request(1, 8, n=3))
     step(engine)
     assert engine.step().blocks_to_copy == []
-    assert engine.blocks.num_used == 2 + 3
+    assert engine.blocks.state.used == 2 + 3
 
 
 def test_children_of_a_prompt_that_was_found_in_the_cache_have_its_blocks() -> None:
@@ -309,7 +309,7 @@ def test_children_of_a_prompt_that_was_found_in_the_cache_have_its_blocks() -> N
     engine.run()
     engine.add(request(2, prompt, n=3, max_tokens=6))
     assert step(engine)[2] == 2  # two blocks were found
-    assert engine.answers[2].group.num_cached_tokens == 8
+    assert engine.answers[2].group.totals.num_cached_tokens == 8
     finish(engine)
 
 
@@ -399,7 +399,7 @@ def test_without_host_blocks_a_group_is_computed_again() -> None:
     steps_until(engine, "forget")
     assert engine.queues == ([2], [1], [])
     finish(engine)
-    assert engine.answers[2].group.num_recomputed_tokens > 0
+    assert engine.answers[2].group.totals.num_recomputed_tokens > 0
 
 
 @pytest.mark.parametrize(("victim", "gone"), [("last", 4), ("least_computed", 3), ("most_blocks", 2)])
@@ -839,7 +839,7 @@ def test_a_prefix_that_was_computed_is_found_counted_and_separated_by_salt() -> 
     for group_id, salt, found in [(1, "", 0), (2, "", 13), (3, "x", 0), (4, "x", 13), (5, "", 13)]:
         engine.add(request(group_id, prompt, max_tokens=3, salt=salt))
         engine.run()
-        assert engine.answers[group_id].group.num_cached_tokens == found
+        assert engine.answers[group_id].group.totals.num_cached_tokens == found
     stats = engine.scheduler.stats()
     assert (stats.prefix_queried_tokens, stats.prefix_hit_tokens) == (5 * 14, 3 * 13)
     assert stats.blocks_cached > 0
@@ -854,7 +854,7 @@ def test_equal_placeholders_of_different_features_or_adapters_share_nothing() ->
         source = request(len(engine.answers), prompt, max_tokens=3)
         engine.add(msgspec.structs.replace(source, **what))
         engine.run()
-        return engine.answers[source.group_id].group.num_cached_tokens
+        return engine.answers[source.group_id].group.totals.num_cached_tokens
 
     adapter = AdapterRef("a", "a", "a", 0)
     cat, dog, late = Feature(2, 9, b"cat"), Feature(2, 9, b"dog"), Feature(6, 5, b"cat")
@@ -927,7 +927,7 @@ def test_preempted_groups_find_their_blocks_again() -> None:
     steps_until(engine, "forget")
     finish(engine)
     computed = sum(p.total_tokens for p in engine.plans)
-    assert computed < 2 * (9 + 9) + engine.answers[2].group.num_recomputed_tokens
+    assert computed < 2 * (9 + 9) + engine.answers[2].group.totals.num_recomputed_tokens
 
 
 # --- ends -----------------------------------------------------------------------------------------------------------
@@ -948,7 +948,7 @@ def test_aborts_in_any_state_free_everything_at_once(during: bool) -> None:
             engine.abort(group_id)
             engine.abort(group_id)
         check_accounting(engine)
-        assert engine.blocks.num_used == engine.blocks.host_used == 0
+        assert engine.blocks.state.used == engine.blocks.state.host_used == 0
 
     if during:
         engine.step(abort_all)
@@ -989,6 +989,6 @@ def test_a_failed_step_ends_its_groups_and_those_whose_blocks_it_moved() -> None
         step(engine)
     engine.step(fail="before moving")
     assert [engine.answers[i].group_reason for i in (1, 2, 3)] == ["error", "error", None]
-    assert engine.answers[2].group.num_swaps == 1
+    assert engine.answers[2].group.totals.num_swaps == 1
     finish(engine)
     assert engine.answers[3].reasons == {0: "length"}

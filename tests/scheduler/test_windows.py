@@ -105,7 +105,7 @@ def test_a_swapped_group_needs_what_it_held() -> None:
     engine.step()
     assert 2 in engine.queues[1]
     engine.run()
-    assert second.group.num_swaps == 1
+    assert second.group.totals.num_swaps == 1
     check_answers(engine, first, second)
 
 

@@ -112,7 +112,11 @@ def calibrate(llm: LLM, device: str, *, rounds: int = 3, seed: int = 0) -> tuple
         ConfigError: the engine has several workers or layers with windows.
     """
     engine, core = llm.llm_engine, llm.llm_engine.core
-    if core.executor.num_stages > 1 or core.options.world_size > 1 or core.blocks.has_windows:
+    if (
+        core.executor.num_stages > 1
+        or core.options.world_size > 1
+        or any(group.window is not None for group in core.blocks.groups)
+    ):
         raise ConfigError("octavo bench calibrate measures networks without attention windows on one worker")
     rng = random.Random(seed)
     _drive(engine, [random_prompts(engine, 1, 16, rng)[0] for _ in range(4)], rng, _OUTPUT)  # buffers, GPU graphs

@@ -93,7 +93,7 @@ def measure_use(
         scheduler.update(plan, sampled(plan, scheduler))
         stats = scheduler.stats()
         # Counts from the first step with full memory to the last step with waiting requests.
-        saturated = saturated or blocks.num_available <= 2 * blocks.groups[0].watermark_blocks
+        saturated = saturated or blocks.state.available <= 2 * blocks.groups[0].watermark_blocks
         if saturated and stats.num_waiting:
             held = stats.blocks_used * block_size - stats.empty_slots
             used += held / (stats.blocks_used * block_size)

@@ -40,7 +40,7 @@ class Recorder:
             return
         queues = engine.scheduler.queues
         running, swapped = len(queues.running), len(queues.swapped)
-        self.series.add(engine.now, queues.num_waiting, running, swapped, engine.blocks.num_used)
+        self.series.add(engine.now, queues.num_waiting, running, swapped, engine.blocks.state.used)
 
     def figures(self, engine: SimulatedEngine) -> RunFigures:
         """The figures so far."""

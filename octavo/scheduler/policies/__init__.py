@@ -60,10 +60,10 @@ def load_policy(name: str, options: SchedulerOptions | None = None) -> Policy:
     Raises:
         ConfigError: there is no such policy, or it cannot be made.
     """
-    found = policy_class(name)
+    kind = policy_class(name)
     if ":" not in name:
-        return found.from_options(options or SchedulerOptions())
+        return kind.from_options(options or SchedulerOptions())
     try:
-        return GuardedPolicy(name, found.from_options(options or SchedulerOptions()))
+        return GuardedPolicy(name, kind.from_options(options or SchedulerOptions()))
     except Exception as e:
         raise ConfigError(f"scheduling_policy {name!r} cannot be made: {type(e).__name__}: {e}") from e

@@ -168,11 +168,11 @@ class FairShare(Policy):
         outputs: dict[int, int] = group.policy_data.outputs
         generated = len(seq.token_ids) - len(group.request.prompt_token_ids)
         # A beam begins with the tokens of the one that it was forked from, and one of its own.
-        known = outputs.get(seq.seq_id, 0 if group.beam is None else generated - 1)
-        if generated > known:
+        charged = outputs.get(seq.seq_id, 0 if group.beam is None else generated - 1)
+        if generated > charged:
             outputs[seq.seq_id] = generated
             user = self._users[group.request.options.user]
-            user.counter += OUTPUT_WEIGHT * (generated - known) / user.weight
+            user.counter += OUTPUT_WEIGHT * (generated - charged) / user.weight
 
     def _leave_queue(self, group: SequenceGroup) -> None:
         service: _Service = group.policy_data

@@ -130,11 +130,19 @@ class GuardedPolicy(Policy):
         """Tells the policy."""
         self._tell(group, "on_preempt", group)
 
-    def _tell(self, group: SequenceGroup, method: str, *args: object) -> None:
-        if group.group_id not in self._failed:
-            self._call(group, method, *args)
+    def on_sequence_end(self, seq: groups.Sequence, status: SequenceStatus) -> None:
+        """Tells the policy, also of a failed group unless its arrival failed."""
+        self._tell(seq.group, "on_sequence_end", seq, status)
 
-    def _call(self, group: SequenceGroup, method: str, *args: object) -> None:
+    def on_end(self, group: SequenceGroup) -> None:
+        """Tells the policy, as ``on_sequence_end`` does."""
+        self._tell(group, "on_end", group)
+        self._failed.pop(group.group_id, None)
+
+    def _tell(self, group: SequenceGroup, method: str, *args: object) -> None:
+        failed_at = self._failed.get(group.group_id)
+        if failed_at is not None and (failed_at == "on_arrival" or method not in ("on_sequence_end", "on_end")):
+            return
         try:
             getattr(self._policy, method)(*args)
         except Exception as e:
@@ -146,14 +154,3 @@ class GuardedPolicy(Policy):
             self._policy.on_step(now, running)
         except Exception as e:
             self._log("on_step", e)
-
-    def on_sequence_end(self, seq: groups.Sequence, status: SequenceStatus) -> None:
-        """Tells the policy, also of a failed group unless its arrival failed."""
-        if self._failed.get(seq.group.group_id) != "on_arrival":
-            self._call(seq.group, "on_sequence_end", seq, status)
-
-    def on_end(self, group: SequenceGroup) -> None:
-        """Tells the policy, as ``on_sequence_end`` does."""
-        if self._failed.get(group.group_id) != "on_arrival":
-            self._call(group, "on_end", group)
-        self._failed.pop(group.group_id, None)

@@ -66,7 +66,7 @@ class ShortestRemaining(Policy):
     def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
         """If it would end long before the next slot is free, and the other needs more than that."""
         enough: float = _CLEAR_GAIN * waiting.policy_data.remaining
-        if self._next_end <= enough or running.num_recomputes or running.num_swaps:
+        if self._next_end <= enough or running.totals.num_recomputes or running.totals.num_swaps:
             return False
         enough += 2 * running.num_computed / self._token_budget
         return self._next_end > enough and running.policy_data.remaining > enough

@@ -52,8 +52,8 @@ def answers(started: Started, case: AllocatorCase, allocator: str) -> tuple[dict
         for output in engine.step():
             found[output.request_id] = [completion.token_ids for completion in output.outputs]
         most = max(most, queues.num_running_seqs)
-        assert blocks.num_used + blocks.num_free + blocks.num_cached == blocks.num_blocks == case.num_blocks
-    assert blocks.num_used == 0
+        assert blocks.state.used + blocks.state.free + blocks.state.cached == blocks.num_blocks == case.num_blocks
+    assert blocks.state.used == 0
     if isinstance(blocks, ContiguousBlocks):
         assert blocks.buddy.num_free == case.num_blocks, "every extent is free again"
     return found, most

@@ -113,7 +113,7 @@ def test_every_request_ends_once_whatever_fails(
     for replica in cluster.replicas.values():
         ended += replica.done.number
         assert not replica.jobs and replica.outstanding == 0
-        assert replica.engine.blocks.num_used == 0 or replica.state in ("down", "stopped")
+        assert replica.engine.blocks.state.used == 0 or replica.state in ("down", "stopped")
     assert len(ended) == len(set(ended))
     assert len(ended) + sum(cluster.lost.failed.values()) == 40
     lengths = [one.output_len for one in load]

@@ -83,7 +83,7 @@ def test_few_blocks_preempt_and_nothing_is_lost(mode: str) -> None:
     assert found.requests == 30 and found.output_tokens == 3000
     assert found.preemptions_by_recompute + found.preemptions_by_swap > 0
     assert (found.preemptions_by_swap > 0) == (mode != "recompute")
-    assert engine.blocks.num_used == engine.blocks.host_used == 0
+    assert engine.blocks.state.used == engine.blocks.state.host_used == 0
     assert max(found.series["blocks_used"]) <= 40
 
 

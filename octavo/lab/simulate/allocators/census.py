@@ -43,7 +43,7 @@ def count_slots(engine: SimulatedEngine) -> Slots:
         reserved += filled_in_the_end - seq.num_computed
         internal += asked - filled_in_the_end
         rounding += held - asked
-    return Slots(tokens, reserved, internal, rounding, blocks.num_free * size)
+    return Slots(tokens, reserved, internal, rounding, blocks.state.free * size)
 
 
 class Census:

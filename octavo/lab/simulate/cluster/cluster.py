@@ -319,7 +319,7 @@ class Cluster:
 
     def _make_replica(self, number: int, role: Role, profile: StepProfile) -> Replica:
         replica = Replica(number, role, profile, self._make_engine)
-        if role == "decode" and not replica.engine.blocks.num_host_blocks:
+        if role == "decode" and not replica.engine.blocks.groups[0].host.num_blocks:
             raise ConfigError("decode replicas receive KV caches in host blocks: give swap_space above 0")
         self._outage_draws[number] = random.Random(f"{self.spec.seed} outages {number}")
         self.replicas[number] = replica
@@ -363,6 +363,6 @@ class Cluster:
             sums[0] += queues.num_waiting
             sums[1] += len(queues.running)
             sums[2] += len(queues.swapped)
-            sums[3] += replica.engine.blocks.num_used
+            sums[3] += replica.engine.blocks.state.used
             serving += replica.state == "serving"
         self.series.add(now, *sums, serving)

@@ -52,7 +52,7 @@ def test_as_many_are_admitted_as_have_an_extent(allocator: str, admitted: int) -
         while engine.has_work:
             engine.step()
         assert max(batches) == admitted and engine.scheduler.counts().preemptions_by_recompute == 0
-        assert engine.blocks.num_used == 0 and isinstance(engine.blocks, ContiguousBlocks)
+        assert engine.blocks.state.used == 0 and isinstance(engine.blocks, ContiguousBlocks)
         assert engine.blocks.buddy.extents() == ({}, {0: 16})
 
 
@@ -86,7 +86,9 @@ def test_at_every_step_the_states_are_all_memory(allocator: str) -> None:
         assert min(slots.tokens, slots.reserved, slots.internal, slots.rounding, slots.free) >= 0
         if isinstance(engine.blocks, ContiguousBlocks):
             allocated, free = engine.blocks.buddy.extents()
-            assert sum(allocated.values()) == engine.blocks.num_used and sum(free.values()) == engine.blocks.num_free
+            assert (
+                sum(allocated.values()) == engine.blocks.state.used and sum(free.values()) == engine.blocks.state.free
+            )
             assert len(allocated) == len(engine.scheduler.queues.running)
             assert allocator == "oracle" or slots.internal > 0
             assert allocator != "oracle" or slots.internal == 0
@@ -94,7 +96,7 @@ def test_at_every_step_the_states_are_all_memory(allocator: str) -> None:
     engine.on_plan = check
     while engine.has_work:
         engine.step()
-    assert steps > 100 and engine.blocks.num_used == 0
+    assert steps > 100 and engine.blocks.state.used == 0
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_room_is_a_free_extent_not_a_number_of_free_blocks() -> None:
     blocks.free(1)
     blocks.free(2)
     demand = blocks.demand(1, seq_ids=[4])
-    assert blocks.num_free == demand.blocks == 2
+    assert blocks.state.free == demand.blocks == 2
     assert blocks.can_allocate(demand) is AllocStatus.LATER and blocks.grow([(4, 0, 5)]) is None
     blocks.free(0)
     assert blocks.can_allocate(demand) is AllocStatus.OK and blocks.grow([(4, 0, 5)])
@@ -147,9 +149,9 @@ def test_a_fork_copies_what_its_parent_has_into_an_extent_of_its_own() -> None:
     assert changes is not None and [(c.seq_id, c.index, len(c.blocks)) for c in changes] == [(1, 0, 4)]
     copies = blocks.take_moves().copy
     assert [source for source, _ in copies] == blocks.table(0) and [t for _, t in copies] == blocks.table(1)
-    assert blocks.num_used == 8 and not set(blocks.table(0)) & set(blocks.table(1))
+    assert blocks.state.used == 8 and not set(blocks.table(0)) & set(blocks.table(1))
     blocks.free(0)
-    assert blocks.num_used == blocks.buddy.num_free == 4
+    assert blocks.state.used == blocks.buddy.num_free == 4
 
 
 def test_a_fork_continues_in_the_extent_of_a_parent_that_has_ended() -> None:
@@ -157,4 +159,4 @@ def test_a_fork_continues_in_the_extent_of_a_parent_that_has_ended() -> None:
     blocks.grow([(0, 0, 20)])
     blocks.fork(0, 1)
     blocks.free(0)
-    assert blocks.grow([(1, 20, 21)]) and not blocks.take_moves().copy and blocks.num_used == 4
+    assert blocks.grow([(1, 20, 21)]) and not blocks.take_moves().copy and blocks.state.used == 4
