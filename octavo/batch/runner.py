@@ -135,7 +135,8 @@ class _Runner:
         self._results = results
         self._summary = summary
         transport = httpx.ASGITransport(make_app(service))
-        self._client = httpx.AsyncClient(transport=transport, base_url="http://octavo", timeout=None)
+        headers = {"content-type": "application/json"}
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://octavo", headers=headers, timeout=None)
         self._answer_decoder = msgspec.json.Decoder(_Answer)
         self._request_decoder = msgspec.json.Decoder(_Request)
 
@@ -171,7 +172,8 @@ class _Runner:
             return Result(new_id(), row.custom_id, None, BatchRowError("invalid_request", row.error, row.line))
         if self._streams(row.body):
             return Result(new_id(), row.custom_id, _refusal(unsupported("stream", "a batch cannot be streamed")), None)
-        while (response := await self._post(row)).status_code == 503:  # the replica that had it has died
+        # 503: the replica that had it has died
+        while (response := await self._client.post(row.url, content=row.body)).status_code == 503:
             self._llm.check_alive()
         body = response.content
         if response.status_code == 200:
@@ -180,9 +182,6 @@ class _Runner:
             self._summary.output_tokens += usage.completion_tokens
         content = Response(response.status_code, response.headers["x-request-id"], msgspec.Raw(body))
         return Result(new_id(), row.custom_id, content, None)
-
-    async def _post(self, row: Row) -> httpx.Response:
-        return await self._client.post(row.url, content=row.body, headers={"content-type": "application/json"})
 
     def _streams(self, body: bytes) -> bool:
         try:

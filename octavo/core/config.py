@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from octavo.core.errors import ConfigError
 from octavo.core.foreign_options import own_names, own_options
 from octavo.core.idle_options import refused_options
+from octavo.core.option_part import readable
 from octavo.core.option_parts import MAX_LOGPROBS as MAX_LOGPROBS
 from octavo.core.option_parts import MAX_LOGPROBS_ON_GPU as MAX_LOGPROBS_ON_GPU
 from octavo.core.option_parts import (
@@ -112,25 +113,19 @@ def make_config(**options: Any) -> EngineConfig:
     Raises:
         ConfigError: an option is unknown, out of range, or contradicts another.
     """
-    known = list(EngineConfig.model_fields)
+    names = list(EngineConfig.model_fields)
     options = own_options(own_names(options))
     for name in options:
         if name not in EngineConfig.model_fields:
-            raise ConfigError(unknown_option(name, known))
+            raise ConfigError(unknown_option(name, names))
     try:
         return EngineConfig(**options)
     except ValidationError as e:
-        raise ConfigError("; ".join(_readable(dict(error)) for error in e.errors())) from None
+        raise ConfigError("; ".join(readable(dict(error)) for error in e.errors())) from None
 
 
-def unknown_option(name: str, known: list[str]) -> str:
+def unknown_option(name: str, names: list[str]) -> str:
     """The message for an option that does not exist."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(names))}"
     return f"unknown option {name!r}; {hint}"
-
-
-def _readable(error: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    message = str(error["msg"]).removeprefix("Value error, ")
-    return f"{where}: {message}, not {error['input']!r}" if where else message

@@ -210,15 +210,15 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _read_environment(environ: Mapping[str, str], kind: type[BaseModel]) -> dict[str, Any]:
-    known = [PREFIX + name.upper() for name in OPTIONS]
+    variables = [PREFIX + name.upper() for name in OPTIONS]
     options: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(PREFIX):
             continue
         name = own_name(variable.removeprefix(PREFIX).lower())
         if (not _is_option(name) or variable != variable.upper()) and variable not in RESERVED_VARIABLES:
-            near = difflib.get_close_matches(variable, [*known, *RESERVED_VARIABLES], n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+            near = difflib.get_close_matches(variable, [*variables, *RESERVED_VARIABLES], n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(variables))}"
             raise ConfigError(f"unknown environment variable {variable}; {hint}")
         if text == "" or not _is_option(name, kind):
             continue  # an empty one is how a shell unsets a variable for one command

@@ -106,9 +106,9 @@ class EngineDeadError(OctavoError, RuntimeError):
 
 def reported_error(kind: str, message: str) -> OctavoError:
     """The exception that another process has reported by the name of its class; ``WorkerError`` if it is not ours."""
-    found = globals().get(kind)
-    if isinstance(found, type) and issubclass(found, OctavoError):
-        return found(message)
+    error_class = globals().get(kind)
+    if isinstance(error_class, type) and issubclass(error_class, OctavoError):
+        return error_class(message)
     return WorkerError(f"{kind}: {message}")
 
 
@@ -128,9 +128,9 @@ def as_memory_error(error: Exception) -> InsufficientMemoryError | None:
         return None
     text = str(error)
     ran_out = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-    if not ran_out and not any(known in text.lower() for known in _MEMORY_TEXTS):
+    if not ran_out and not any(phrase in text.lower() for phrase in _MEMORY_TEXTS):
         return None
-    line = next((line for line in text.splitlines() if any(known in line.lower() for known in _MEMORY_TEXTS)), text)
+    line = next((line for line in text.splitlines() if any(phrase in line.lower() for phrase in _MEMORY_TEXTS)), text)
     return InsufficientMemoryError(
         f"memory ran out ({type(error).__name__}: {line.strip()}); 'octavo info' shows what there is and what limits it"
     )
@@ -142,7 +142,7 @@ def memory_errors() -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        known = as_memory_error(e)
-        if known is None:
+        memory_error = as_memory_error(e)
+        if memory_error is None:
             raise
-        raise known from e
+        raise memory_error from e

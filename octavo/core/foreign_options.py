@@ -166,25 +166,25 @@ def own_options(options: Mapping[str, Any], sources: Mapping[str, str] | None = 
     Raises:
         ConfigError: one of ``FOREIGN_OPTIONS`` has a value that is not accepted.
     """
-    own = {}
+    values = {}
     for name, value in options.items():
         if name in FOREIGN_OPTIONS:
             refusal = _refusal(name, FOREIGN_OPTIONS[name], value)
             if refusal is not None:
                 raise ConfigError(refusal if sources is None else f"{refusal} (from {sources[name]})")
         else:
-            own[name] = own_value(name, value)
-    return own
+            values[name] = own_value(name, value)
+    return values
 
 
-def check_keywords(method: str, given: Mapping[str, Any]) -> None:
+def check_keywords(method: str, keywords: Mapping[str, Any]) -> None:
     """Checks the further keywords of a method.
 
     Raises:
         InvalidRequestError: one of ``FOREIGN_KEYWORDS`` has a value that is not accepted.
         TypeError: there is another one.
     """
-    for name, value in given.items():
+    for name, value in keywords.items():
         if name not in FOREIGN_KEYWORDS:
             raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
         refusal = _refusal(name, FOREIGN_KEYWORDS[name], value)

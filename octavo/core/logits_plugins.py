@@ -63,15 +63,15 @@ class LogitsPlugins:
         Raises:
             InvalidRequestError: an argument is of no plug-in, or wrong.
         """
-        given = params.extra_args or {}
-        if not given:
+        arguments = params.extra_args or {}
+        if not arguments:
             return []
-        for name in given:
+        for name in arguments:
             if name not in self._by_argument:
-                known = ", ".join(map(repr, self._by_argument)) or "none: the option logits_processors loads some"
-                raise InvalidRequestError(f"extra_args has {name!r}, but no logits processor takes it; taken: {known}")
-        wanted = dict.fromkeys(plugin for name, plugin in self._by_argument.items() if name in given)
+                names = ", ".join(map(repr, self._by_argument)) or "none: the option logits_processors loads some"
+                raise InvalidRequestError(f"extra_args has {name!r}, but no logits processor takes it; taken: {names}")
+        plugins = dict.fromkeys(plugin for name, plugin in self._by_argument.items() if name in arguments)
         try:
-            return [plugin.make(params) for plugin in wanted]
+            return [plugin.make(params) for plugin in plugins]
         except ValueError as e:
-            raise InvalidRequestError(f"extra_args {given!r}: {e}") from e
+            raise InvalidRequestError(f"extra_args {arguments!r}: {e}") from e

@@ -60,8 +60,8 @@ _SPECULATION = (
 
 def metrics_of(stats: SchedulerStats) -> list[Metric]:
     """The statistics as a list of named figures."""
-    found: list[Metric] = [kind(f"octavo_{name}", getattr(stats, field), text) for kind, name, field, text in _TABLE]
+    metrics: list[Metric] = [kind(f"octavo_{name}", getattr(stats, field), text) for kind, name, field, text in _TABLE]
     if stats.speculation is not None:
         for name, field, text in _SPECULATION:
-            found.append(Counter(f"octavo_spec_decode_num_{name}", getattr(stats.speculation, field), text))
-    return found
+            metrics.append(Counter(f"octavo_spec_decode_num_{name}", getattr(stats.speculation, field), text))
+    return metrics

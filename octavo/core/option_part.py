@@ -33,28 +33,29 @@ def read_mapping(value: Any, example: str) -> Any:
         return value
     if not isinstance(value, Mapping):
         raise ValueError(f"it must be a mapping such as {example}")
-    return {str(name): given for name, given in value.items() if given is not None}
+    return {str(name): field for name, field in value.items() if field is not None}
 
 
-def make_part(kind: type[OptionPart], given: Mapping[str, Any]) -> OptionPart:
+def make_part(kind: type[OptionPart], fields: Mapping[str, Any]) -> OptionPart:
     """The part with these fields.
 
     Raises:
         ValueError: a field is unknown or wrong, with its name, its value and what would be right.
     """
-    known = list(kind.model_fields)
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    names = list(kind.model_fields)
+    for name in fields:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
             raise ValueError(f"unknown field {name!r}; {hint}")
     try:
-        return kind(**given)
+        return kind(**fields)
     except ValidationError as e:
-        raise ValueError("; ".join(_readable(dict(error)) for error in e.errors())) from None
+        raise ValueError("; ".join(readable(dict(error)) for error in e.errors())) from None
 
 
-def _readable(error: dict[str, Any]) -> str:
+def readable(error: dict[str, Any]) -> str:
+    """An error of pydantic in words: the field, what is wrong, and its value."""
     where = ".".join(str(part) for part in error["loc"])
     message = str(error["msg"]).removeprefix("Value error, ")
     return f"{where}: {message}, not {error['input']!r}" if where else message

@@ -19,8 +19,8 @@ from octavo.core.errors import ConfigError
 T = TypeVar("T")
 
 
-def load_class(name: str, known: Mapping[str, type[T]], base: type[Any], kind: str, base_name: str) -> type[T]:
-    """The class of this name among ``known``, or the one that ``module:Class`` names, which derives from ``base``.
+def load_class(name: str, classes: Mapping[str, type[T]], base: type[Any], kind: str, base_name: str) -> type[T]:
+    """The class of this name among ``classes``, or the one that ``module:Class`` names, which derives from ``base``.
 
     ``kind`` is what messages call it, ``base_name`` where users import the base from.
 
@@ -28,22 +28,22 @@ def load_class(name: str, known: Mapping[str, type[T]], base: type[Any], kind: s
         ConfigError: there is none, or it is not derived from ``base``.
     """
     if ":" not in name:
-        if name not in known:
-            raise ConfigError(f"unknown {kind} {name!r}; known: {', '.join(known)}, or module:Class")
-        return known[name]
+        if name not in classes:
+            raise ConfigError(f"unknown {kind} {name!r}; known: {', '.join(classes)}, or module:Class")
+        return classes[name]
     module, _, attribute = name.partition(":")
     try:
         with _current_folder_on_the_path():
-            found: Any = getattr(importlib.import_module(module), attribute)
+            loaded: Any = getattr(importlib.import_module(module), attribute)
     except Exception as e:  # a module may raise anything
         raise ConfigError(
             f"{kind} {name!r} cannot be imported: {type(e).__name__}: {e} (looked for among installed modules, in "
             f"PYTHONPATH and in the current folder, {os.getcwd()})"
         ) from e
-    derived = inspect.isclass(found) and issubclass(found, base)
+    derived = inspect.isclass(loaded) and issubclass(loaded, base)
     if not derived:
         raise ConfigError(f"{kind} {name!r} is not a class derived from {base_name}")
-    return found
+    return loaded
 
 
 @contextlib.contextmanager

@@ -54,11 +54,12 @@ class PreparationKind:
 
     #: What a request needs of it; None: nothing.
     of: Callable[[EngineCoreRequest], Preparation | None]
-    #: From an ``EngineConfig``; None: this kind is not enabled, and requests that need it are refused.
-    limits: Callable[[Any], Limits | None]
+    #: From an ``EngineConfig``.
+    limits: Callable[[Any], Limits]
     #: ``module:Class`` of its ``Preparer``.
     preparer: str
-    #: What a refusal calls it, and the option that would enable it.
+    #: What a refusal calls it, and the option that enables it: without it, requests that need this kind are refused.
+    #: Empty: it is always enabled.
     noun: str = ""
     option: str = ""
     #: Whether it is counted among the statistics of adapters.
@@ -75,14 +76,9 @@ def grammar_preparation(grammar: Grammar) -> Preparation:
     return Preparation("grammar", grammar.key, grammar.source.encode())
 
 
-def _lora_of(request: EngineCoreRequest) -> Preparation | None:
-    ref = request.adapter
-    return adapter_preparation(ref) if ref is not None and ref.rank else None
-
-
-def _prompt_adapter_of(request: EngineCoreRequest) -> Preparation | None:
-    ref = request.adapter
-    return adapter_preparation(ref) if ref is not None and not ref.rank else None
+def _adapter_of(request: EngineCoreRequest, kind: str) -> Preparation | None:
+    preparation = None if request.adapter is None else adapter_preparation(request.adapter)
+    return preparation if preparation is not None and preparation.kind == kind else None
 
 
 def _grammar_of(request: EngineCoreRequest) -> Preparation | None:
@@ -90,18 +86,6 @@ def _grammar_of(request: EngineCoreRequest) -> Preparation | None:
     if not isinstance(task, Generate) or task.grammar is None or not task.samples:
         return None
     return grammar_preparation(task.grammar)
-
-
-def _lora_limits(options: Any) -> Limits | None:
-    if not options.enable_lora:
-        return None
-    return Limits(host=options.num_host_loras, slots=options.max_loras, option="max_loras")
-
-
-def _prompt_adapter_limits(options: Any) -> Limits | None:
-    if not options.enable_prompt_adapter:
-        return None
-    return Limits(host=options.max_prompt_adapters, option="max_prompt_adapters")
 
 
 #: By name; in the order in which a request's preparations are asked for.
@@ -112,16 +96,16 @@ KINDS: dict[str, PreparationKind] = {
         preparer="octavo.runner.grammar_preparer:GrammarPreparer",
     ),
     "lora": PreparationKind(
-        of=_lora_of,
-        limits=_lora_limits,
+        of=lambda request: _adapter_of(request, "lora"),
+        limits=lambda o: Limits(host=o.num_host_loras, slots=o.max_loras, option="max_loras"),
         preparer="octavo.runner.lora_preparer:LoraPreparer",
         noun="an adapter of LoRA",
         option="enable_lora",
         is_adapter=True,
     ),
     "prompt_adapter": PreparationKind(
-        of=_prompt_adapter_of,
-        limits=_prompt_adapter_limits,
+        of=lambda request: _adapter_of(request, "prompt_adapter"),
+        limits=lambda o: Limits(host=o.max_prompt_adapters, option="max_prompt_adapters"),
         preparer="octavo.runner.prompt_adapters:PromptAdapters",
         noun="an adapter of prompt tuning",
         option="enable_prompt_adapter",
@@ -138,9 +122,5 @@ def preparations_of(request: EngineCoreRequest) -> list[Preparation]:
 
 def limits_of(options: Any) -> dict[str, Limits]:
     """By kind, how many these options (an ``EngineConfig``) allow; None: of the kinds that need no option."""
-    limits = {}
-    for name, kind in KINDS.items():
-        limit = None if options is None and kind.option else kind.limits(options)
-        if limit is not None:
-            limits[name] = limit
-    return limits
+    enabled = {name: kind for name, kind in KINDS.items() if not kind.option or getattr(options, kind.option, False)}
+    return {name: kind.limits(options) for name, kind in enabled.items()}

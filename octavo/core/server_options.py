@@ -41,7 +41,7 @@ def _modules(value: Any) -> Any:
         value = [value] if {"name", "path"} <= value.keys() else [{"name": n, "path": p} for n, p in value.items()]
     if not isinstance(value, list):
         return value
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for entry in value:
         if isinstance(entry, str) and entry.startswith("{"):
             entry = _json(entry)
@@ -50,10 +50,10 @@ def _modules(value: Any) -> Any:
             entry = {"name": name, "path": path}
         if not isinstance(entry, dict) or not all(isinstance(entry.get(k), str) and entry[k] for k in ("name", "path")):
             raise ValueError("an adapter is NAME=PATH, or an object with name and path")
-        if entry["name"] in found:
+        if entry["name"] in paths:
             raise ValueError(f"the adapter {entry['name']!r} is given twice")
-        found[entry["name"]] = entry["path"]
-    return found
+        paths[entry["name"]] = entry["path"]
+    return paths
 
 
 #: Adapters by name; in flags and variables ``NAME=PATH`` words.
@@ -209,8 +209,8 @@ class ServerOptions(BaseModel):
     @model_validator(mode="after")
     def _no_contradictions(self) -> ServerOptions:
         if (self.tls_cert is None) != (self.tls_key is None):
-            given, missing = ("tls_cert", "tls_key") if self.tls_key is None else ("tls_key", "tls_cert")
-            raise ValueError(f"{given} needs {missing} too")
+            present, missing = ("tls_cert", "tls_key") if self.tls_key is None else ("tls_key", "tls_cert")
+            raise ValueError(f"{present} needs {missing} too")
         needs_folder = {"enable_lora_routes": self.enable_lora_routes, "lora_resolver": self.lora_resolver == "folder"}
         for name, given_one in needs_folder.items():
             if given_one and self.lora_folder is None:
@@ -230,13 +230,13 @@ class ServerOptions(BaseModel):
         """
         names = ("lora_modules", "enable_lora_routes", "lora_resolver")
         if not (config.enable_lora or config.enable_prompt_adapter) and (
-            given := [n for n in names if getattr(self, n)]
+            options := [n for n in names if getattr(self, n)]
         ):
-            raise ConfigError(f"{', '.join(given)} need the engine's option enable_lora, or enable_prompt_adapter")
+            raise ConfigError(f"{', '.join(options)} need the engine's option enable_lora, or enable_prompt_adapter")
 
     def model_names(self, model: str) -> list[str]:
         """Names of the model in requests; the first is the default in responses."""
-        if given := names(self.served_model_name):
-            return given
+        if aliases := names(self.served_model_name):
+            return aliases
         # The full path of a folder must not be revealed to clients.
         return [Path(model).name or model] if Path(model).exists() else [model]

@@ -51,16 +51,16 @@ class SpeculativeConfig(OptionPart):
 
     @model_validator(mode="before")
     @classmethod
-    def _bounds_meet(cls, given: Any) -> Any:
+    def _bounds_meet(cls, fields: Any) -> Any:
         """A bound that is given alone moves a default of the other that contradicts it."""
-        if not isinstance(given, dict):
-            return given
-        low, high = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+        if not isinstance(fields, dict):
+            return fields
+        low, high = fields.get("prompt_lookup_min"), fields.get("prompt_lookup_max")
         if isinstance(low, int) and high is None:
-            return {**given, "prompt_lookup_max": max(low, 4)}
+            return {**fields, "prompt_lookup_max": max(low, 4)}
         if isinstance(high, int) and low is None:
-            return {**given, "prompt_lookup_min": min(high, 2)}
-        return given
+            return {**fields, "prompt_lookup_min": min(high, 2)}
+        return fields
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:
@@ -78,42 +78,42 @@ def _parse(value: Any) -> Any:
     Raises:
         ValueError: it is none, with the field, its value and what would be right.
     """
-    given = read_mapping(value, _EXAMPLE)
-    return make_part(SpeculativeConfig, _checked(given)) if isinstance(given, dict) else given
+    fields = read_mapping(value, _EXAMPLE)
+    return make_part(SpeculativeConfig, _checked(fields)) if isinstance(fields, dict) else fields
 
 
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 7}'
 
 
-def _checked(given: dict[str, Any]) -> dict[str, Any]:
+def _checked(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields by name, with the method in ``method``; refuses methods that do not exist here."""
-    model = given.get("model")
-    if "method" not in given and isinstance(model, str):  # as in vLLM
+    model = fields.get("model")
+    if "method" not in fields and isinstance(model, str):  # as in vLLM
         named = model.strip("[]")
-        given["method"] = named if named in _OWN_METHODS + _FOREIGN_METHODS else "draft_model"
-    method = given.get("method")
+        fields["method"] = named if named in _OWN_METHODS + _FOREIGN_METHODS else "draft_model"
+    method = fields.get("method")
     if method is None:
         raise ValueError(f"method is missing: name one of {', '.join(_OWN_METHODS)}, as in {_EXAMPLE}")
     if method not in _OWN_METHODS:
         reason = f": {_LAYER_SKIP}" if method == "layer_skip" else ""
         raise ValueError(f"method {method!r} is not supported{reason}; the methods are {', '.join(_OWN_METHODS)}")
     if isinstance(model, str) and model.strip("[]") == method:
-        model = given.pop("model")
-    _check_model(method, given)
-    return given
+        model = fields.pop("model")
+    _check_model(method, fields)
+    return fields
 
 
-def _check_model(method: str, given: dict[str, Any]) -> None:
+def _check_model(method: str, fields: dict[str, Any]) -> None:
     """Refuses a method that needs a model without one, and what is said of a model where none is taken."""
     if method in MODEL_METHODS:
-        if not given.get("model"):
+        if not fields.get("model"):
             raise ValueError(f"method {method!r} needs a model: name it in model, as the option model does")
-        if method != "draft_model" and "quantization" in given:
+        if method != "draft_model" and "quantization" in fields:
             raise ValueError(f"quantization: heads of method {method!r} are not quantised; leave it out")
         return
     for name in ("model", "quantization", "revision"):
-        if name in given:
-            raise ValueError(f"{name} {given[name]!r}: method {method!r} takes no model; leave it out")
+        if name in fields:
+            raise ValueError(f"{name} {fields[name]!r}: method {method!r} takes no model; leave it out")
 
 
 class SpeculativeOptions(OptionPart):

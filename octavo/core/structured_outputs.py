@@ -69,9 +69,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         Raises:
             InvalidRequestError: naming the field, its value and what would be right.
         """
-        given = self._forms()
-        if len(given) != 1:
-            what = " and ".join(given) if given else "none of them"
+        forms = self._forms()
+        if len(forms) != 1:
+            what = " and ".join(forms) if forms else "none of them"
             raise InvalidRequestError(f"structured_outputs must have exactly one of {', '.join(FORMS)}, not {what}")
         _check("json", self.json, (str, dict, bool), "a JSON schema as a mapping or as text, or True")
         _check("json_object", self.json_object, bool, "True")
@@ -105,11 +105,11 @@ def structured_outputs_of(value: StructuredOutputsParams | Mapping[str, Any]) ->
         raise InvalidRequestError(
             f"structured_outputs must be StructuredOutputsParams or a mapping with its fields, not {value!r}"
         )
-    known = [name for name in StructuredOutputsParams.__struct_fields__ if name != "begin_after"]  # is not of users
+    fields = [name for name in StructuredOutputsParams.__struct_fields__ if name != "begin_after"]  # is not of users
     for name in value:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        if name not in fields:
+            near = difflib.get_close_matches(str(name), fields, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(fields)}"
             raise InvalidRequestError(f"structured_outputs has the unknown field {name!r:.100}; {hint}")
     return StructuredOutputsParams(**value)
 

@@ -24,8 +24,8 @@ class StructuredOutputsConfig(OptionPart):
 
 
 def _structured_outputs(value: Any) -> Any:
-    given = read_mapping({} if value is None else value, '{"disable_any_whitespace": true}')
-    return make_part(StructuredOutputsConfig, given) if isinstance(given, dict) else given
+    fields = read_mapping({} if value is None else value, '{"disable_any_whitespace": true}')
+    return make_part(StructuredOutputsConfig, fields) if isinstance(fields, dict) else fields
 
 
 class StructuredOutputOptions(OptionPart):

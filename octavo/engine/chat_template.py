@@ -25,17 +25,17 @@ def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> di
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     try:
-        if found := {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}:
-            return found
+        if contents := {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}:
+            return contents
     except (OSError, UnicodeDecodeError) as e:
         raise TokenizerError(f"a chat template in {folder} cannot be read: {e}") from e
-    given = tokenizer_config.get("chat_template")
-    if given is None:
+    entries = tokenizer_config.get("chat_template")
+    if entries is None:
         return {}
-    if isinstance(given, str):
-        return {"default": given}
+    if isinstance(entries, str):
+        return {"default": entries}
     try:
-        return {str(entry["name"]): str(entry["template"]) for entry in given}
+        return {str(entry["name"]): str(entry["template"]) for entry in entries}
     except (TypeError, KeyError):
         raise TokenizerError(
             f"chat_template in {folder / 'tokenizer_config.json'} must be a text or a list of named templates"
@@ -60,19 +60,19 @@ def read_chat_template(path: str | None) -> str | None:
     return template
 
 
-def choose_template(templates: Mapping[str, str], wanted: str | None, *, has_tools: bool) -> str:
+def choose_template(templates: Mapping[str, str], name_or_text: str | None, *, has_tools: bool) -> str:
     """The template that a request uses.
 
     Args:
         templates: the model's own.
-        wanted: the name of one of these, or a template's text, or None.
+        name_or_text: the name of one of these, or a template's text, or None.
         has_tools: whether tools were given; ``tool_use`` is then preferred.
 
     Raises:
         InvalidRequestError: there is none.
     """
-    if wanted is not None:
-        return templates.get(wanted, wanted)
+    if name_or_text is not None:
+        return templates.get(name_or_text, name_or_text)
     if has_tools and "tool_use" in templates:
         return templates["tool_use"]
     if "default" in templates:
@@ -273,10 +273,10 @@ def _first_written(template: str, values: Mapping[str, Any], messages: list[dict
     calling = [message for message in messages if message.get("tool_calls")]
     without = [message for message in calling if message.get("content") is None]
     functions = [call["function"] for message in calling for call in message["tool_calls"]]
-    given = [function["arguments"] for function in functions]
-    texts = [a if isinstance(a, str) else json.dumps(a, ensure_ascii=False) for a in given]
+    parsed = [function["arguments"] for function in functions]
+    texts = [a if isinstance(a, str) else json.dumps(a, ensure_ascii=False) for a in parsed]
     variants = [
-        (contents, arguments) for contents in ((False, True) if without else (True,)) for arguments in (given, texts)
+        (contents, arguments) for contents in ((False, True) if without else (True,)) for arguments in (parsed, texts)
     ]
     for has_content, arguments in variants if calling else []:
         for function, argument in zip(functions, arguments, strict=True):

@@ -24,7 +24,7 @@ class _Names(NamedTuple):
     middle: str | None
 
 
-_KNOWN = (
+_FAMILIES = (
     _Names("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite, Stable Code, Yi-Coder
     _Names("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     _Names("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen Coder, CodeGemma, Granite 4
@@ -66,11 +66,11 @@ def find_fill_in_middle(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
         config: the content of tokenizer_config.json, where ``fim_tokens`` are those that a GGUF file names.
     """
     named = config.get("fim_tokens")
-    known = [*_KNOWN]
+    families = [*_FAMILIES]
     if isinstance(named, dict) and all(isinstance(named.get(k), str) for k in _Names._fields):
-        known.insert(0, _Names(**{k: named[k] for k in _Names._fields}))
+        families.insert(0, _Names(**{k: named[k] for k in _Names._fields}))
     find = backend.token_to_id
-    for names in known:
+    for names in families:
         prefix, suffix, middle = find(names.prefix), find(names.suffix), find(names.middle) if names.middle else None
         if prefix is not None and suffix is not None and (middle is None) == (names.middle is None):
             ends = [token for name in _ENDS if (token := find(name)) is not None]

@@ -43,14 +43,14 @@ async def render_in_sandbox(
         InvalidRequestError: the template is not valid, refuses the conversation, or exceeds the limits.
         ClientLimitError: the client has taken its seconds.
     """
-    given = {"template": template, "messages": messages, "fields": fields, "options": options}
-    text, read = await _call(sandbox, client, "render", given)
+    arguments = {"template": template, "messages": messages, "fields": fields, "options": options}
+    text, read = await _call(sandbox, client, "render", arguments)
     return text, read
 
 
-async def _call(sandbox: Sandbox, client: str, name: str, given: Mapping[str, Any]) -> Any:
+async def _call(sandbox: Sandbox, client: str, name: str, arguments: Mapping[str, Any]) -> Any:
     try:
-        content = json.dumps(given, default=dataclasses.asdict).encode()
+        content = json.dumps(arguments, default=dataclasses.asdict).encode()
     except RecursionError:
         raise InvalidRequestError("messages must not be nested so deeply") from None
     call = SandboxCall(f"{__name__}:{name}", content, SECONDS)
@@ -65,10 +65,10 @@ def _read(answer: SandboxAnswer) -> Any:
             "depth": "is nested too deeply",
         }
         raise InvalidRequestError(f"chat_template {reasons.get(answer.failure, f'failed: {answer.details}')}")
-    found = json.loads(answer.content)
-    if "error" in found:
-        raise InvalidRequestError(found["error"])
-    return found["result"]
+    result = json.loads(answer.content)
+    if "error" in result:
+        raise InvalidRequestError(result["error"])
+    return result["result"]
 
 
 # --- within the sandbox ----------------------------------------------------------------------------------------------
@@ -76,24 +76,24 @@ def _read(answer: SandboxAnswer) -> Any:
 
 def read_variables(content: bytes) -> bytes:
     """The variables of a template, sorted."""
-    return _answer(lambda given: sorted(template_variables(given["template"])), content)
+    return _answer(lambda arguments: sorted(template_variables(arguments["template"])), content)
 
 
 def render(content: bytes) -> bytes:
     """What ``render_and_read`` returns."""
 
-    def rendered(given: dict[str, Any]) -> tuple[str, list[bool]]:
-        options = given["options"]
+    def rendered(arguments: dict[str, Any]) -> tuple[str, list[bool]]:
+        options = arguments["options"]
         if options.get("call_format") is not None:
             options["call_format"] = CallFormat(**options["call_format"])
-        return render_and_read(given["template"], given["messages"], given["fields"], options)
+        return render_and_read(arguments["template"], arguments["messages"], arguments["fields"], options)
 
     return _answer(rendered, content)
 
 
 def _answer(function: Callable[[dict[str, Any]], Any], content: bytes) -> bytes:
     try:
-        found = {"result": function(json.loads(content))}
+        result = {"result": function(json.loads(content))}
     except (InvalidRequestError, TokenizerError) as e:
-        found = {"error": str(e)}
-    return json.dumps(found).encode()
+        result = {"error": str(e)}
+    return json.dumps(result).encode()

@@ -106,8 +106,8 @@ def _describe(messages: Messages, tools: Sequence[Mapping[str, Any]], calls: Cal
 def _write_calls(messages: Messages, calls: CallFormat) -> None:
     """Puts calls into the content of their messages."""
     for message in messages:
-        if found := message.pop("tool_calls", None):
-            pairs = [(call["function"]["name"], _as_text(call["function"].get("arguments"))) for call in found]
+        if entries := message.pop("tool_calls", None):
+            pairs = [(call["function"]["name"], _as_text(call["function"].get("arguments"))) for call in entries]
             message["content"] = "\n".join(filter(None, [message.get("content"), calls.written(pairs)]))
 
 
@@ -144,11 +144,11 @@ def _shorten_ids(messages: Messages) -> None:
 def _short_id(text: str) -> str:
     """Nine letters and digits, the same for the same id."""
     number = int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "big")
-    found = ""
+    characters = ""
     for _ in range(9):
         number, digit = divmod(number, len(_ID_CHARACTERS))
-        found += _ID_CHARACTERS[digit]
-    return found
+        characters += _ID_CHARACTERS[digit]
+    return characters
 
 
 def _as_text(arguments: object) -> str:
