@@ -193,7 +193,7 @@ class AdapterRegistry:
             AdapterNotFoundError: there is none of this name.
             AdapterConflictError: requests use it.
         """
-        adapter = self.known(name)
+        adapter = self.named(name)
         if adapter.num_requests:
             raise AdapterConflictError(
                 f"adapter {name!r} is in use by {adapter.num_requests} open requests; wait for them, or unload it with "
@@ -207,7 +207,7 @@ class AdapterRegistry:
         Raises:
             AdapterNotFoundError: there is none of this name.
         """
-        adapter = self.known(name)
+        adapter = self.named(name)
         adapter.leaving = True
         adapter.when_gone.append(when_gone)
         if not adapter.num_requests:
@@ -243,7 +243,7 @@ class AdapterRegistry:
         for call in adapter.when_gone:
             call()
 
-    def known(self, name: str) -> Adapter:
+    def named(self, name: str) -> Adapter:
         """The adapter of this name, also one that is being unloaded.
 
         Raises:

@@ -33,7 +33,7 @@ async def load_adapter(request: Request, body: LoadAdapterRequest) -> AdapterSta
 async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> AdapterStatus:
     """Forgets an adapter; while requests use it that is refused, or with ``wait`` done when the last has ended."""
     service = operator_service(request)
-    adapter = service.llm.adapters.known(body.lora_name)
+    adapter = service.llm.adapters.named(body.lora_name)
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
     await with_cancellation(request.receive, service.llm.remove_lora(adapter.number, wait=bool(body.wait)), deadline)
     logger.info("adapter %s unloaded", body.lora_name)

@@ -85,6 +85,6 @@ def _model(service: Service, model: ServedModel) -> Model:
         object="model",
         owned_by="octavo",
         max_model_len=service.llm.max_model_len,
-        root=base if model.adapter is None else service.shown_path(service.llm.adapters.known(model.name).ref.path),
+        root=base if model.adapter is None else service.shown_path(service.llm.adapters.named(model.name).ref.path),
         parent=None if model.adapter is None else base,
     )

@@ -131,7 +131,7 @@ class Service:
 
     def without_path(self, message: str, name: str) -> str:
         """A message about an adapter for clients, who shall not see where the server keeps it."""
-        path = self.llm.adapters.known(name).ref.path
+        path = self.llm.adapters.named(name).ref.path
         return message.replace(path, self.shown_path(path))
 
     async def load_modules(self) -> None:
