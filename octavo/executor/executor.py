@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +22,13 @@ class PendingStep(Protocol):
         Raises:
             Exception: the step failed.
         """
+
+
+@dataclass(frozen=True)
+class SubmittedStep:
+    """A ``PendingStep`` whose result a function gives."""
+
+    wait: Callable[[], StepResult]
 
 
 class Executor(ABC):

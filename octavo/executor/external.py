@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ import msgspec
 from octavo.core.config import EngineConfig, SpeculativeConfig
 from octavo.core.errors import ConfigError, EngineDeadError
 from octavo.core.plan import StepPlan, StepResult
-from octavo.executor.executor import PendingStep
+from octavo.executor.executor import PendingStep, SubmittedStep
 from octavo.executor.rank_check import DIGEST_BYTES, RankCheck, digest, find_difference
 from octavo.executor.uniproc import UniprocExecutor
 from octavo.executor.worker import WorkerSpec
@@ -119,17 +119,24 @@ class ExternalLauncherExecutor(UniprocExecutor):
         if worker.layout.world_size > 1:
             self._preparing.update(preparation.key for preparation in plan.prepare)
         try:
-            return _WithoutTimes(worker.runner.submit(plan), self._receive)
+            return SubmittedStep(partial(self._receive, worker.runner.submit(plan)))
         except Exception as e:
             if worker.layout.world_size == 1:
                 raise
             # The other processes may wait for this one in a collective, which fails when it has left the group.
             raise self._lose(f"a step failed in process {worker.rank}: {type(e).__name__}: {e}") from e
 
-    def _receive(self, result: StepResult) -> None:
-        """Takes a step's result of this process."""
+    def _receive(self, step: PendingStep) -> StepResult:
+        """Waits for a step of this process; what it reports of preparations becomes that of all processes.
+
+        Measured times are dropped: the scheduler learns costs from them, which would differ between ranks.
+        """
+        result = step.wait()
+        result.seconds = result.swap_seconds = 0.0
+        result.swaps = []
         self._check.add(result)
         self._combine_reports(result)
+        return result
 
     def _combine_reports(self, result: StepResult) -> None:
         """Exchanges what the processes have prepared, while there is anything that one may report."""
@@ -175,23 +182,6 @@ class ExternalLauncherExecutor(UniprocExecutor):
         self.shutdown()
         self._lost = EngineDeadError(reason)
         return self._lost
-
-
-class _WithoutTimes:
-    """Drops measured times from a result: the scheduler learns costs from them, which would differ between ranks.
-
-    ``receive`` takes the result, in which what is reported of preparations becomes that of all processes.
-    """
-
-    def __init__(self, step: PendingStep, receive: Callable[[StepResult], None]) -> None:
-        self._step, self._receive = step, receive
-
-    def wait(self) -> StepResult:
-        result = self._step.wait()
-        result.seconds = result.swap_seconds = 0.0
-        result.swaps = []
-        self._receive(result)
-        return result
 
 
 def _gather(data: bytes) -> list[bytes]:

@@ -8,6 +8,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from octavo.core.option_parts import FIRST_STEP_TIMEOUT
 from octavo.core.parallel import ParallelLayout
 from octavo.core.plan import StepPlan, StepResult
 from octavo.executor.broadcast import SLOTS, Broadcast
-from octavo.executor.executor import Executor, PendingStep
+from octavo.executor.executor import Executor, PendingStep, SubmittedStep
 from octavo.executor.rank_check import find_difference
 from octavo.executor.worker import WorkerSpec, function_name
 from octavo.executor.worker_loop import FAILED, LOG, StepMessage, WorkerCall, WorkerStart
@@ -97,7 +98,8 @@ class RemoteExecutor(Executor):
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Sends the plan to all workers."""
-        return _PendingStep(self, self._send(self._encoder.encode(StepMessage(plan, self._sampled.take()))))
+        number = self._send(self._encoder.encode(StepMessage(plan, self._sampled.take())))
+        return SubmittedStep(partial(self.receive_step, number))
 
     def receive_step(self, number: int) -> StepResult:
         """The result of message ``number``, a step."""
@@ -263,15 +265,6 @@ class StageTokens:
         """What was collected since the last call, by sequence id."""
         tokens, self._tokens = self._tokens, {}
         return tokens
-
-
-class _PendingStep:
-    def __init__(self, executor: RemoteExecutor, number: int) -> None:
-        self._executor = executor
-        self._number = number
-
-    def wait(self) -> StepResult:
-        return self._executor.receive_step(self._number)
 
 
 def _error(content: bytes) -> Exception:
