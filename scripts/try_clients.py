@@ -26,7 +26,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "scripts" / "clients"
@@ -162,13 +162,13 @@ def drive(client: Client, url: str, model: str) -> Outcome:
 
 
 @contextlib.contextmanager
-def served(model: str, *flags: str) -> Iterator[str]:
-    """The address of a server, for the time of a block; its log goes to this process's."""
+def served(model: str, *flags: str, log: IO[bytes] | None = None) -> Iterator[str]:
+    """The address of a server, for the time of a block; without a file its log goes to this process's."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     command = [sys.executable, "-m", "octavo", "serve", model, "--port", url.rpartition(":")[2], *flags]
-    with subprocess.Popen(command, cwd=ROOT) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process:
         try:
             while True:
                 with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health"):
