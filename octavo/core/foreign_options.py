@@ -96,6 +96,9 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "lora_dtype": ANY,
     "fully_sharded_loras": ON_OR_OFF,
     "guided_decoding_backend": ANY,  # all mean the same by a grammar
+    "reasoning_config": ForeignOption(
+        (None, {}), "marks of reasoning are those that the chat template speaks of; --reasoning-parser names others"
+    ),
     "enable_auto_tool_choice": ON_OR_OFF,  # a request may always leave the choice to the model
     "logits_processor_pattern": ForeignOption((None,), "name them one by one (logits_processors, module:Class)"),
     # Logs
