@@ -94,7 +94,6 @@ TABLE: dict[str, tuple[str, str, Any] | tuple[str, str, Any, Any]] = {
     "ttft_target": (WORKS, WORKS, None),
     "tpot_target": (WORKS, WORKS, None),
     "cache_salt": (WORKS, WORKS, "a"),
-    "thinking_token_budget": (WORKS, WORKS, 5),
     "truncate_prompt_tokens": (WORKS, WORKS, 3),
     "thinking_token_budget": (WORKS, WORKS, 5),
     "truncation_side": (WORKS, WORKS, "right"),
