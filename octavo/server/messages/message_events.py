@@ -27,8 +27,8 @@ class GrowingMessage:
         """Takes over ``message``, which has no content yet."""
         self.message = message
         self._is_open = False
-        #: JSON text of the input of the tool that is used now.
-        self._input = ""
+        #: What the open block's text, or its JSON text of a tool's input, is made of.
+        self._pieces: list[str] = []
 
     def begin(self) -> list[Event]:
         """The message has begun."""
@@ -49,7 +49,7 @@ class GrowingMessage:
             elif isinstance(event, ToolCallStart):
                 found += self._start(ToolUseBlock(type="tool_use", id=event.id, name=event.name, input={}))
             else:
-                self._input += event.text
+                self._pieces.append(event.text)
                 delta = _delta("input_json", "partial_json", event.text)
                 found.append(self._of_block("content_block_delta", delta=delta))
         return found
@@ -65,8 +65,7 @@ class GrowingMessage:
 
     def _delta(self, kind: str, text: str) -> Event:
         """More of a text or of thinking; the type of the block is the name of the field that holds it."""
-        block = self.message.content[-1]
-        setattr(block, kind, getattr(block, kind) + text)
+        self._pieces.append(text)
         return self._of_block("content_block_delta", delta=_delta(kind, kind, text))
 
     def _start(self, block: Block) -> list[Event]:
@@ -82,9 +81,11 @@ class GrowingMessage:
         if not self._is_open:
             return []
         block = self.message.content[-1]
+        text, self._pieces, self._is_open = "".join(self._pieces), [], False
         if isinstance(block, ToolUseBlock):
-            block.input, self._input = _parsed(self._input), ""
-        self._is_open = False
+            block.input = _parsed(text)
+        else:
+            setattr(block, block.type, text)
         return [self._of_block("content_block_stop")]
 
     def _of_block(self, kind: str, **fields: Any) -> Event:

@@ -57,6 +57,8 @@ class GrowingResponse:
         self._text_end = 0
         self._number = 0
         self._open: OutputItem | None = None
+        #: What the open item's text or arguments are made of.
+        self._pieces: list[str] = []
 
     def begin(self) -> list[Event]:
         """The response has begun."""
@@ -114,7 +116,7 @@ class GrowingResponse:
             found.append(self._event("response.content_part.added", message, content_index=0, part=_plain(part)))
             message.content = [part]
         if text or logprobs:
-            message.content[0].text += text
+            self._pieces.append(text)
             message.content[0].logprobs += logprobs
             plain = [_plain(entry) for entry in logprobs]
             delta = {"content_index": 0, "delta": text, "logprobs": plain}
@@ -131,7 +133,7 @@ class GrowingResponse:
             found += self._start(item)
             found.append(self._event("response.content_part.added", item, content_index=0, part=_plain(part)))
             item.content = [part]
-        item.content[0].text += text
+        self._pieces.append(text)
         found.append(self._event("response.reasoning_text.delta", item, content_index=0, delta=text))
         return found
 
@@ -145,11 +147,10 @@ class GrowingResponse:
 
     def _arguments(self, text: str) -> list[Event]:
         call = self._open
+        self._pieces.append(text)
         if isinstance(call, CustomToolCallItem):
-            call.input += text  # the arguments' JSON, until the call ends
             return []
         assert isinstance(call, FunctionCallItem)
-        call.arguments += text
         return [self._event("response.function_call_arguments.delta", call, delta=text)]
 
     def _start(self, item: OutputItem) -> list[Event]:
@@ -165,15 +166,18 @@ class GrowingResponse:
             return []
         if isinstance(item, OutputMessage) and self._logprobs and (rest := self._logprobs.rest(self._text_end)):
             found += self._text("", self._shown(rest))
+        text, self._pieces = "".join(self._pieces), []
         if isinstance(item, FunctionCallItem):
+            item.arguments = text
             whole: dict[str, Any] = {"name": item.name, "arguments": item.arguments}
             found.append(self._event("response.function_call_arguments.done", item, **whole))
         elif isinstance(item, CustomToolCallItem):
-            item.input = _custom_input(item.input)
+            item.input = _custom_input(text)
             found.append(self._event("response.custom_tool_call_input.delta", item, delta=item.input))
             found.append(self._event("response.custom_tool_call_input.done", item, input=item.input))
         else:
             part = item.content[0]
+            part.text = text
             whole = {"content_index": 0, "text": part.text}
             if isinstance(part, OutputText):
                 whole["logprobs"] = [_plain(entry) for entry in part.logprobs]
