@@ -50,7 +50,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("min_tokens", 17),  # more than the default of max_tokens
     ("min_tokens", None),
     ("logprobs", -2),
-    ("prompt_logprobs", -1),
+    ("prompt_logprobs", -2),
     ("stop", [""]),
     ("stop", ""),
     ("stop", [1]),
