@@ -38,7 +38,7 @@ _NO_TRANSFER = "the KV cache is not shared between engines"
 
 FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     # The model and its files
-    "trust_remote_code": ForeignOption((False,), "no code of a checkpoint is run"),
+    "trust_remote_code": ON_OR_OFF,  # a permission, of which no use is made
     "tokenizer_mode": ForeignOption(
         ("auto", "hf"), "tokenizers are read from tokenizer.json, or from the files of their family"
     ),
@@ -61,14 +61,27 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "convert": ForeignOption(("auto", "none"), _GENERATES),
     "pooler_config": ForeignOption((None,), _GENERATES),
     "override_pooler_config": ForeignOption((None,), _GENERATES),
-    "limit_mm_per_prompt": ForeignOption((None, {}), _TEXT_ALONE),
+    "limit_mm_per_prompt": ANY,  # there are none to limit
     "mm_processor_kwargs": ForeignOption((None, {}), _TEXT_ALONE),
     "allowed_local_media_path": ForeignOption(("", None), _TEXT_ALONE),
     "disable_mm_preprocessor_cache": ON_OR_OFF,
+    "disable_chunked_mm_input": ON_OR_OFF,
+    "mm_processor_cache_gb": ANY,
+    "skip_mm_profiling": ON_OR_OFF,
+    "language_model_only": ON_OR_OFF,
+    "enable_prompt_embeds": ForeignOption((False,), "prompts are text or token ids"),
+    "override_generation_config": ForeignOption(
+        (None, {}), "generation_config names a folder with defaults, and requests bring parameters of their own"
+    ),
+    "logprobs_mode": ForeignOption(
+        ("raw_logprobs",), "logprobs are the model's own, before penalties, temperature and filters"
+    ),
+    "enable_trace_replay": ForeignOption((False,), "prompt_logprobs scores an answer that is known"),
     "screen_lm_head": ForeignOption((False,), "the language-model head has no copy in fewer bits any more"),
     # Workers
     "decode_context_parallel_size": ForeignOption((1,), _ONE_WORKER),
-    "enable_expert_parallel": ForeignOption((False,), _ONE_WORKER),
+    "enable_expert_parallel": ON_OR_OFF,  # experts are divided as other matrices are, to the same end
+    "worker_extension_cls": ForeignOption(("", None), "collective_rpc calls functions with each worker"),
     "max_parallel_loading_workers": ForeignOption((None,), _ONE_WORKER),
     "worker_cls": ForeignOption(("auto",), "there are no other workers"),
     "disable_custom_all_reduce": ON_OR_OFF,
@@ -77,11 +90,15 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "cpu_offload_gb": ForeignOption((0,), "the weights stay on the device that computes"),
     "kv_transfer_config": ForeignOption((None,), _NO_TRANSFER),
     "kv_events_config": ForeignOption((None,), _NO_TRANSFER),
+    "disable_hybrid_kv_cache_manager": ON_OR_OFF,
     "calculate_kv_scales": ON_OR_OFF,  # an 8-bit KV cache always has scales of its own tokens
     "prefix_caching_hash_algo": ANY,
     "use_v2_block_manager": ON_OR_OFF,
     "enable_sleep_mode": ON_OR_OFF,  # sleep() needs no preparation
     "compilation_config": ForeignOption((None, {}, 0), "networks are not compiled (decode steps are captured on GPUs)"),
+    "optimization_level": ANY,
+    "attention_backend": ANY,  # the device says which kernels there are
+    "enable_flashinfer_autotune": ON_OR_OFF,
     "max_seq_len_to_capture": ANY,  # graphs are captured by batch size, for sequences of every length
     "max_context_len_to_capture": ANY,
     # Steps

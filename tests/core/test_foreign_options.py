@@ -46,8 +46,8 @@ def test_what_is_accepted_changes_nothing_and_all_else_gives_a_reason(name: str)
 def test_a_number_is_no_switch_and_a_switch_no_number() -> None:
     with pytest.raises(ConfigError, match="decode_context_parallel_size must be 1, not True"):
         make_config(model="m", decode_context_parallel_size=True)
-    with pytest.raises(ConfigError, match="trust_remote_code must be False, not 0"):
-        make_config(model="m", trust_remote_code=0)
+    with pytest.raises(ConfigError, match="disable_sliding_window must be False, not 0"):
+        make_config(model="m", disable_sliding_window=0)
 
 
 def test_a_file_may_hold_them(tmp_path: Path) -> None:
@@ -67,26 +67,24 @@ def test_a_file_may_hold_them(tmp_path: Path) -> None:
 def test_variables_may_hold_them() -> None:
     environ = {
         "OCTAVO_TENSOR_PARALLEL_SIZE": "1",
-        "OCTAVO_TRUST_REMOTE_CODE": "false",
+        "OCTAVO_TRUST_REMOTE_CODE": "true",
         "OCTAVO_TASK": "generate",
         "OCTAVO_SPECULATIVE_CONFIG": "none",
         "OCTAVO_HF_OVERRIDES": "{}",
         "OCTAVO_DTYPE": "float",
     }
     assert resolve_config({"model": "m"}, environ=environ) == EngineConfig(model="m", dtype="float32")
-    with pytest.raises(ConfigError, match=r"trust_remote_code must be False, not True.*OCTAVO_TRUST_REMOTE_CODE"):
-        resolve_config({"model": "m"}, environ={"OCTAVO_TRUST_REMOTE_CODE": "true"})
+    with pytest.raises(ConfigError, match=r"enable_prompt_embeds must be False, not True.*OCTAVO_ENABLE_PROMPT_EMBEDS"):
+        resolve_config({"model": "m"}, environ={"OCTAVO_ENABLE_PROMPT_EMBEDS": "true"})
     with pytest.raises(ConfigError, match="OCTAVO_Task"):
         resolve_config({"model": "m"}, environ={"OCTAVO_Task": "generate"})
 
 
 def test_flags_take_them_and_help_leaves_them_out() -> None:
-    argv = (
-        "--no-trust-remote-code --disable-log-stats --decode-context-parallel-size 1 --task generate --hf-overrides {}"
-    )
+    argv = "--trust-remote-code --disable-log-stats --decode-context-parallel-size 1 --task generate --hf-overrides {}"
     assert from_flags(*argv.split(), "--max-seq-len-to-capture", "8192", "--dtype", "half").dtype == "float16"
     for flag, reason in (
-        ("--trust-remote-code", "trust_remote_code must be False, not True: no code of a checkpoint is run"),
+        ("--enable-prompt-embeds", "enable_prompt_embeds must be False, not True: prompts are text or token ids"),
         ("--decode-context-parallel-size=2", "decode_context_parallel_size must be 1, not 2"),
         (
             "--speculative-model=m",

@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 64, "block_size": 4, "num_
 LOADING = [
     "load(dtype='float')",
     "load(dtype=torch.float32)",
-    "load(dtype='auto', tokenizer_mode='auto', trust_remote_code=False, tensor_parallel_size=1, seed=None)",
+    "load(dtype='auto', tokenizer_mode='auto', trust_remote_code=True, tensor_parallel_size=1, seed=None)",
     "load(dtype='bfloat16', quantization=None, revision=None, tokenizer_revision=None, download_dir=None)",
     "load(disable_log_stats=True, max_seq_len_to_capture=8192, use_v2_block_manager=True, enforce_eager=True)",
     "load(enable_lora=False, task='generate', pipeline_parallel_size=1, distributed_executor_backend=None)",
@@ -207,7 +207,7 @@ WORKING = [
 
 #: Programs that are refused, and what the message says.
 REFUSED = [
-    ("load(trust_remote_code=True)", "trust_remote_code must be False, not True: no code of a checkpoint"),
+    ("load(code_revision='main')", "code_revision must be None, not 'main': no code of a checkpoint is run"),
     ("load(decode_context_parallel_size=2)", "decode_context_parallel_size must be 1, not 2"),
     ("load(task='embed')", "task must be .*'generate'.*, not 'embed'"),
     ("load(runner='pooling')", "runner must be .*not 'pooling'"),
