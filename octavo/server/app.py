@@ -114,6 +114,7 @@ def _add_openai_routes(app: FastAPI) -> None:
     forgotten = {400: "A parameter is wrong.", 404: "The response is not known, or forgotten."}
     _add(app, "GET", one, responses.retrieve_response, ResponseObject, "OpenAI", errors=forgotten)
     _add(app, "GET", f"{one}/input_items", inputs.list_input_items, ItemList, "OpenAI", errors=forgotten)
+    _add(app, "POST", f"{one}/cancel", responses.cancel_response, ResponseObject, "OpenAI", errors=forgotten)
     _add(app, "POST", "/v1/responses/input_tokens", inputs.count_input_tokens, InputTokens, "OpenAI")
     _add(app, "DELETE", one, responses.delete_response, DeletedResponse, "OpenAI", errors=forgotten)
     # Hub ids contain a slash.

@@ -206,6 +206,22 @@ def test_a_response_that_fails_closes_what_is_open() -> None:
     assert added_up(events)[0]["status"] == "incomplete"
 
 
+@given(increments(), st.booleans())
+def test_a_response_that_waits_may_be_cancelled(steps: list[list[ChatEvent]], begins: bool) -> None:
+    growing = begun()
+    events = [*growing.enqueue(), *(growing.begin() if begins else [])]
+    for step in steps if begins else []:
+        events += growing.add(step)
+    events += growing.cancel()
+    for number, event in enumerate(events):
+        OPENAI.validate_python(event, strict=True)
+        assert event["sequence_number"] == number
+    statuses = [event["response"]["status"] for event in events if "response" in event]
+    assert statuses == ["queued", "queued", *(["in_progress"] if begins else []), "cancelled"]
+    output = events[-1]["response"]["output"]
+    assert added_up(events) == output and all(item["status"] != "in_progress" for item in output)
+
+
 @pytest.fixture(scope="module")
 def tokenizer(demo_model: Path) -> Tokenizer:
     return load_tokenizer(demo_model)
@@ -257,12 +273,9 @@ def grown(
     """The events of a choice whose tokens come in these increments, its text a little later."""
     parser = ChatParser(REASONING_PARSERS["qwen3"](Thinking.BEFORE), Hermes({"f": {}}))
     entry = {"logprob": -1.0, "rank": 1, "decoded_token": None}
-    growing = GrowingResponse(
-        begun().response,
-        {},
-        logprobs := TextLogprobs(tokenizer, [], skip_special_tokens=True),
-        lambda tokens: make_chat_logprobs(TokenNames(tokenizer), tokens, 0).content,
-    )
+    names = TokenNames(tokenizer)
+    growing = GrowingResponse(begun().response, {}, lambda tokens: make_chat_logprobs(names, tokens, 0).content)
+    growing.logprobs = logprobs = TextLogprobs(tokenizer, [], skip_special_tokens=True)
     stream, certain, given, begin, events = TextStream(tokenizer, []), 0, 0, 0, growing.begin()
     for end in ends:
         added, last = token_ids[begin:end], end == ends[-1]

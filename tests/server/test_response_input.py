@@ -52,7 +52,8 @@ def test_as_many_tokens_are_counted_as_a_response_reads(client: openai.OpenAI, f
 def test_tools_are_counted(client: openai.OpenAI) -> None:
     function = {name: value for name, value in TOOL.items() if name not in ("type", "strict")}
     said = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": function}]}
-    counted = client.responses.input_tokens.count(input="x", tools=[{"type": "function", **function}])  # type: ignore[list-item]
+    tools: Any = [{"type": "function", **function}]
+    counted = client.responses.input_tokens.count(input="x", tools=tools)
     assert counted.input_tokens == httpx.post(f"{client.base_url.join('/tokenize')}", json=said).json()["count"]
     assert counted.input_tokens > 2 * client.responses.input_tokens.count(input="x").input_tokens
 
@@ -66,14 +67,15 @@ def test_a_count_does_not_end_with_the_context_but_truncation_does(client: opena
 
 
 def test_what_cannot_be_counted_is_refused(client: openai.OpenAI) -> None:
-    for wrong, param in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"input": [{"type": "computer_call", "id": "c"}]}, "input"),
         ({"input": "x", "conversation": "conv_1"}, "conversation"),
         ({"input": "x", "tool_choice": "sometimes"}, "tool_choice"),
         ({}, "input"),
-    ):
+    ]
+    for wrong, param in cases:
         with pytest.raises(openai.BadRequestError) as caught:
-            client.responses.input_tokens.count(**wrong)  # type: ignore[arg-type]
+            client.responses.input_tokens.count(**wrong)
         assert caught.value.param == param, wrong
     for fields in ({"model": "other"}, {"previous_response_id": "resp_0"}):
         with pytest.raises(openai.NotFoundError):
@@ -121,13 +123,13 @@ def test_pages_follow_each_other(client: openai.OpenAI, order: Any) -> None:
     made = client.responses.create(**SHORT, input=turns)
     expected = [str(i) for i in (range(23) if order == "asc" else reversed(range(23)))]
     for limit in (1, 5, 23, 100):
-        pages = client.responses.input_items.list(made.id, order=order, limit=limit)
-        assert [item.content[0].text for item in pages] == expected  # type: ignore[union-attr]
-    first = client.responses.input_items.list(made.id, order=order)
+        pages: Any = client.responses.input_items.list(made.id, order=order, limit=limit)
+        assert [item.content[0].text for item in pages] == expected
+    first: Any = client.responses.input_items.list(made.id, order=order)
     assert len(first.data) == 20 and first.has_more and first.first_id == first.data[0].id
-    rest = client.responses.input_items.list(made.id, order=order, after=first.last_id)
+    rest: Any = client.responses.input_items.list(made.id, order=order, after=first.last_id)
     assert len(rest.data) == 3 and not rest.has_more and rest.last_id == rest.data[-1].id
-    none = client.responses.input_items.list(made.id, order=order, after=rest.last_id)
+    none: Any = client.responses.input_items.list(made.id, order=order, after=rest.last_id)
     assert none.data == [] and not none.has_more
     assert all(a.id != b.id for a, b in itertools.combinations([*first.data, *rest.data], 2))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,3 +53,29 @@ def test_a_response_is_of_one_owner() -> None:
             use("a", "you")
         assert caught.value.status == 404
     assert store.get("a", "me").size == 10
+
+
+class Run:
+    """Counts how often it is ended."""
+
+    ended = 0
+
+    def cancel(self) -> None:
+        self.ended += 1
+
+
+def test_a_run_grows_in_its_place_and_ends_when_it_is_forgotten() -> None:
+    store, runs = ResponseStore(3, 100), [Run() for _ in range(3)]
+    for name, run in zip("abc", runs, strict=True):
+        store.put(name, StoredResponse(b"x" * 10, [], 10, "", run=cast(Any, run), run_size=5))
+    store.grow("a", 20)
+    assert store.num_bytes == 90 and not any(run.ended for run in runs)
+    store.grow("c", 20)  # the oldest goes, though another grew
+    assert store.num_bytes == 65 and [run.ended for run in runs] == [1, 0, 0] and "a" not in store
+    store.grow("a", 1000)
+    store.replace("a", stored(10))
+    assert "a" not in store and len(store) == 2
+    store.replace("b", stored(30))
+    assert store.num_bytes == 70 and store.get("b", "").run is None
+    store.grow("c", 200)
+    assert store.num_bytes == 30 and [run.ended for run in runs] == [1, 0, 1] and "c" not in store

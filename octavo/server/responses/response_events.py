@@ -41,17 +41,18 @@ class GrowingResponse:
         self,
         response: ResponseObject,
         origins: Mapping[str, ToolOrigin],
-        logprobs: TextLogprobs | None = None,
         shown: Callable[[list[Token]], list[TokenLogprob]] = lambda tokens: [],
     ) -> None:
         """Takes over ``response``, which has no output yet.
 
-        ``origins``: what each function of the chat is in the request. ``logprobs`` gets every token before ``add`` gets
-        its events; ``shown`` makes its tokens part of the response.
+        ``origins``: what each function of the chat is in the request. ``shown`` makes tokens of ``logprobs`` part of
+        the response.
         """
         self.response = response
+        #: If it is given, it gets every token before ``add`` gets its events.
+        self.logprobs: TextLogprobs | None = None
+        self.has_begun = False
         self._origins = origins
-        self._logprobs = logprobs
         self._shown = shown
         #: Where the text of the message that is written now ends in that of the choice.
         self._text_end = 0
@@ -60,16 +61,24 @@ class GrowingResponse:
         #: What the open item's text or arguments are made of.
         self._pieces: list[str] = []
 
+    def enqueue(self) -> list[Event]:
+        """The response waits until it begins."""
+        self.response.status = "queued"
+        return [self._whole("response.created"), self._whole("response.queued")]
+
     def begin(self) -> list[Event]:
         """The response has begun."""
-        return [self._whole("response.created"), self._whole("response.in_progress")]
+        self.has_begun = True
+        self.response.status, waited = "in_progress", self.response.status == "queued"
+        created = [] if waited else [self._whole("response.created")]
+        return [*created, self._whole("response.in_progress")]
 
     def add(self, events: Iterable[ChatEvent]) -> list[Event]:
         """An increment of the choice."""
         found = []
         for event in events:
             if isinstance(event, ContentDelta):
-                tokens = self._logprobs.take(event.end - len(event.text), event.end) if self._logprobs else []
+                tokens = self.logprobs.take(event.end - len(event.text), event.end) if self.logprobs else []
                 found += self._text(event.text, self._shown(tokens))
                 self._text_end = event.end
             elif isinstance(event, ReasoningDelta):
@@ -102,6 +111,12 @@ class GrowingResponse:
         code = _CODES.get(error.status, "server_error")
         self.response.error = ResponseFailure(code=code, message=error.message)
         return [*found, self._whole("response.failed")]
+
+    def cancel(self) -> list[Event]:
+        """The response was cancelled: it stays incomplete, as the API has no event for it, with a status of its own."""
+        found = self._close("incomplete")
+        self.response.status = "cancelled"
+        return [*found, self._whole("response.incomplete")]
 
     def _text(self, text: str, logprobs: list[TokenLogprob]) -> list[Event]:
         found = []
@@ -164,7 +179,7 @@ class GrowingResponse:
         item, found = self._open, []
         if item is None:
             return []
-        if isinstance(item, OutputMessage) and self._logprobs and (rest := self._logprobs.rest(self._text_end)):
+        if isinstance(item, OutputMessage) and self.logprobs and (rest := self.logprobs.rest(self._text_end)):
             found += self._text("", self._shown(rest))
         text, self._pieces = "".join(self._pieces), []
         if isinstance(item, FunctionCallItem):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from octavo.server.api_errors import wrong
 from octavo.server.large_bodies import beside_loop
 from octavo.server.middleware import owner_of
 from octavo.server.responses.items import ITEMS, Message, input_items
@@ -58,6 +59,8 @@ async def read_input(service: Service, request: Request, body: InputTokensReques
     earlier = None
     if body.previous_response_id is not None:
         earlier = service.responses.get(body.previous_response_id, owner_of(request))
+        if earlier.run is not None and not earlier.run.has_ended:
+            raise wrong("previous_response_id", "this response is still being made")
     before = [] if earlier is None else earlier.items
     items = [] if body.input is None else input_items(body.input)
     messages = await beside_loop(request, conversation, body, items, before)

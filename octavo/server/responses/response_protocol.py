@@ -38,6 +38,9 @@ class InputTokensRequest(SamplingFields, EngineFields):
         None, description="The response that this continues; 404 if the server has forgotten it."
     )
     store: bool | None = Field(None, description="Keep the response for later requests (default true).")
+    background: bool | None = Field(
+        None, description="Answer at once, and make the response while the client is away; it has to be stored."
+    )
     max_output_tokens: Int | None = Field(None, description="Most tokens to generate, those of reasoning included.")
     top_logprobs: Int | None = Field(
         None, description='With include "message.output_text.logprobs": so many likeliest tokens at each position.'
@@ -60,7 +63,6 @@ class InputTokensRequest(SamplingFields, EngineFields):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
     max_tool_calls: Any = hint("it bounds calls of built-in tools, of which there are none")
     client_metadata: Any = hint("a label of the client's")
-    background: Any = refused("a response is generated while its request is open", False)
     conversation: Any = refused("previous_response_id continues a response that is kept")
     context_management: Any = refused("truncation leaves out the oldest messages", [])
     moderation: Any = refused("there is no moderation")
@@ -75,7 +77,7 @@ class ResponsesRequest(InputTokensRequest):
 
 # Responses ----------------------------------------------------------------------------------------------------------
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -186,7 +188,7 @@ class ResponseObject(ResponseModel):
     created_at: int
     completed_at: int | None
     status: Status
-    background: Literal[False]
+    background: bool
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None

@@ -24,7 +24,7 @@ from octavo.server.service import Service
 
 #: Fields that a chat has too, with the same meaning.
 _SHARED = (
-    "model", "parallel_tool_calls", "stream", "user", "stop", "chat_template_kwargs", *SamplingFields.model_fields
+    "model", "parallel_tool_calls", "user", "stop", "chat_template_kwargs", *SamplingFields.model_fields
 )  # fmt: skip
 #: Fields of a chat by their names here; errors about a chat are told under these.
 RENAMED = {
@@ -60,6 +60,8 @@ def chat_body(body: InputTokensRequest, messages: list[Message], tools: Response
     """
     chat: dict[str, Any] = {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
     chat |= {"messages": messages, "max_completion_tokens": body.max_output_tokens, "n": 1}
+    # One in the background grows too, as it can be asked how far it is.
+    chat["stream"] = body.stream is True or body.background is True
     for name in body.include or []:
         if name not in INCLUDABLE:
             raise unsupported("include", f"include is not supported: {name[:100]!r} is unknown here")

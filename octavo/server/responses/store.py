@@ -3,10 +3,37 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from octavo.server.api_errors import ApiError
 from octavo.server.responses.response_parts import InputItem
+
+
+class Run(Protocol):
+    """What makes a response in the background, or has made it."""
+
+    #: Whether its events can be followed.
+    keeps_events: bool
+    #: That it holds.
+    num_bytes: int
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the response is as it stays."""
+
+    def encode(self) -> bytes:
+        """The response as it is, as JSON; of one that has not ended."""
+
+    def cancel(self) -> None:
+        """Ends the response soon, unless it has ended."""
+
+    async def stop(self) -> None:
+        """Ends the response, unless it has ended; its blocks are free then."""
+
+    def follow(self, after: int = -1) -> AsyncGenerator[bytes, None]:
+        """The events that come after the one with this number, to the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +50,10 @@ class StoredResponse:
     owner: str
     #: How many of the items, the last ones, are its output.
     num_output: int = 0
+    #: What makes it, or has made it, in the background; it ends if the response is forgotten.
+    run: Run | None = None
+    #: Bytes that the run holds.
+    run_size: int = 0
 
     @property
     def input_items(self) -> list[InputItem]:
@@ -31,8 +62,8 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """Bytes of the body and of the items."""
-        return len(self.body) + self.items_size
+        """Bytes of the body, of the items and of what its run holds."""
+        return len(self.body) + self.items_size + self.run_size
 
 
 class ResponseStore:
@@ -53,12 +84,36 @@ class ResponseStore:
         """Sum of the sizes of the responses."""
         return self._bytes
 
+    def __contains__(self, response_id: str) -> bool:
+        return response_id in self._responses
+
     def put(self, response_id: str, response: StoredResponse) -> None:
         """Keeps a response, and forgets the oldest beyond the bounds: perhaps itself, if it is too large."""
         self._responses[response_id] = response
         self._bytes += response.size
+        self._forget_beyond_bounds()
+
+    def replace(self, response_id: str, response: StoredResponse) -> None:
+        """Keeps a response in the place of what is there of it, unless that is forgotten already; else as ``put``."""
+        if response_id in self._responses:
+            self._bytes += response.size - self._responses[response_id].size
+            self._responses[response_id] = response
+            self._forget_beyond_bounds()
+
+    def grow(self, response_id: str, run_size: int) -> None:
+        """The run of a response holds so many bytes now; as ``replace``."""
+        if (found := self._responses.get(response_id)) is not None:
+            self.replace(response_id, replace(found, run_size=run_size))
+
+    def _forget_beyond_bounds(self) -> None:
         while len(self._responses) > self.max_responses or self._bytes > self._max_bytes:
-            self._bytes -= self._responses.popitem(last=False)[1].size
+            self._forget(next(iter(self._responses)))
+
+    def _forget(self, response_id: str) -> None:
+        response = self._responses.pop(response_id)
+        self._bytes -= response.size
+        if response.run is not None:
+            response.run.cancel()
 
     def get(self, response_id: str, owner: str) -> StoredResponse:
         """A response, which counts as the newest from now on.
@@ -73,13 +128,13 @@ class ResponseStore:
         return found
 
     def delete(self, response_id: str, owner: str) -> None:
-        """Forgets a response.
+        """Forgets a response, which ends if it is still made.
 
         Raises:
             ApiError: as ``get``.
         """
         self.get(response_id, owner)
-        self._bytes -= self._responses.pop(response_id).size
+        self._forget(response_id)
 
     def _unknown(self, response_id: str) -> ApiError:
         if not self.max_responses:
