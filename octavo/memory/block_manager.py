@@ -303,26 +303,6 @@ class BlockManager:
         self.prefixes.move(swapped)
         return True
 
-    def add_with_computed_kv(self, seq_id: int, num_tokens: int) -> bool:
-        """Gives a new sequence host blocks for tokens whose KV entries were computed by another engine.
-
-        Returns:
-            False, and nothing is changed, if too few host blocks are available.
-
-        Raises:
-            ValueError: the sequence holds blocks, or layers have windows.
-        """
-        if self._windowed:
-            raise ValueError("what another engine has computed can be received only where all layers keep all tokens")
-        if self._first.tables.get(seq_id) is not None or self.is_swapped(seq_id):
-            raise ValueError(f"sequence {seq_id} holds blocks already; free it first")
-        count = self.blocks_for(num_tokens)
-        if any(group.host.num_available < count for group in self.groups):
-            return False
-        for group in self.groups:
-            group.on_host.by_id[seq_id] = group.cache.allocate_on_host(count)
-        return True
-
     def blocks_to_swap_in(self, seq_ids: Sequence[int]) -> tuple[int, ...]:
         """Device blocks that ``swap_in`` allocates, by group."""
         return tuple(len(group.on_host.distinct_blocks(seq_ids)) for group in self.groups)

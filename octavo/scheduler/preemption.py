@@ -81,7 +81,7 @@ class Preemption:
         groups = self._queues.groups.values()
         for group in [g for g in groups if g.status is SequenceStatus.SWAPPED]:
             self._lose(group)
-            self._queues.requeue_swapped(group)
+            self._queues.move(group, SequenceStatus.WAITING)
             group.prefilling = True
         for group in reversed(self._queues.running.copy()):
             self._recompute(group)

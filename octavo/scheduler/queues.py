@@ -90,24 +90,10 @@ class Queues:
     def add(self, request: EngineCoreRequest) -> SequenceGroup:
         """Makes a group of the request and puts it into the waiting queue."""
         group = self._make_group(request)
-        self._take(group)
-        self._push(group)
-        return group
-
-    def add_with_computed_kv(self, request: EngineCoreRequest) -> SequenceGroup | None:
-        """As ``add``, of a prompt that another engine has computed but for its last token: its group is swapped.
-
-        None, and nothing is changed, if too few host blocks are available.
-        """
-        group = self._make_group(request)
-        seq = group.seqs[0]
-        computed = len(seq.token_ids) - 1
-        if not self.blocks.add_with_computed_kv(seq.seq_id, computed):
-            return None
-        seq.num_computed = computed
-        group.prefilling = False
-        _set_status(group, SequenceStatus.SWAPPED)
-        self._take(group)
+        self.num_drafted_groups += group.drafts
+        self.groups[group.group_id] = group
+        self.sequences[group.seqs[0].seq_id] = group.seqs[0]
+        self.policy.on_arrival(group)
         self._push(group)
         return group
 
@@ -117,12 +103,6 @@ class Queues:
         group.drafts = group.drafts and self._speculator is not None and self._speculator.drafts(group.seqs[0])
         group.is_long = 0 < self._threshold < len(request.prompt_token_ids)
         return group
-
-    def _take(self, group: SequenceGroup) -> None:
-        self.num_drafted_groups += group.drafts
-        self.groups[group.group_id] = group
-        self.sequences[group.seqs[0].seq_id] = group.seqs[0]
-        self.policy.on_arrival(group)
 
     def take_policy_failures(self) -> list[tuple[SequenceGroup, str]]:
         """Unfinished groups about which the user's policy has raised, and what; each once."""
@@ -220,10 +200,10 @@ class Queues:
         self._push(group)
         self.preparations.release(group)
 
-    def requeue_swapped(self, group: SequenceGroup) -> None:
-        """From swapped to waiting; the caller frees its blocks."""
+    def move(self, group: SequenceGroup, status: SequenceStatus) -> None:
+        """From swapped to waiting or back; the caller frees its blocks, or gives it blocks of the host."""
         self._remove(group)
-        _set_status(group, SequenceStatus.WAITING)
+        _set_status(group, status)
         self._push(group)
 
     def finish_prefill(self, group: SequenceGroup) -> None:

@@ -110,14 +110,6 @@ class Scheduler:
             self.queues.end_group(group, SequenceStatus.FINISHED_IGNORED)
             self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, rejection_reason))
 
-    def add_with_computed_kv(self, request: EngineCoreRequest) -> bool:
-        """Queues a group of one sequence whose prompt, but for its last token, another engine has computed.
-
-        Its KV entries are in host blocks from then on, as those of a swapped group, in whose order it is admitted.
-        False, and nothing is changed, if too few host blocks are available.
-        """
-        return self.queues.add_with_computed_kv(request) is not None
-
     def finish_group(self, group_id: int, status: SequenceStatus = SequenceStatus.FINISHED_ABORTED) -> None:
         """Ends a group in any state and frees all it holds; no effect if it has ended."""
         group = self.queues.groups.get(group_id)

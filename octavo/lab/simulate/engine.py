@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.request import EngineCoreRequest, Generate
+from octavo.core.request import EngineCoreRequest, Generate, SequenceStatus
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.step_loop import StepLoop
@@ -23,6 +23,7 @@ from octavo.lab.workloads.tokens import output_ids
 from octavo.lab.workloads.work_items import WorkItem
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence
+from octavo.scheduler.queues import Queues
 from octavo.scheduler.scheduler import Scheduler
 
 #: The token that ends a sequence before its ``max_tokens``.
@@ -172,7 +173,7 @@ class SimulatedEngine:
         # Their content is not looked at, but it must not be that of another prompt.
         prompt = [number + TOKEN + 1] + [TOKEN] * item.input_len
         request = _core_request(number, item, prompt, None if limit is None else limit - 1)
-        if not self.scheduler.add_with_computed_kv(request):
+        if not _add_with_computed_kv(self.scheduler.queues, request):
             return None
         self.now += self.overhead.request
         self._workers.received.update(self.blocks.groups[0].on_host.by_id[self._sequence(number)])
@@ -266,6 +267,29 @@ def run(
         for request in engine.step():
             on_end(request)
         on_step(engine)
+
+
+def _add_with_computed_kv(queues: Queues, request: EngineCoreRequest) -> bool:
+    """Adds a group of one sequence whose prompt, but for its last token, another engine has computed: it is swapped.
+
+    False, and nothing is changed, if too few host blocks are available.
+
+    Raises:
+        ValueError: layers have windows.
+    """
+    blocks, computed = queues.blocks, len(request.prompt_token_ids) - 1
+    if any(layers.window is not None for layers in blocks.groups):
+        raise ValueError("what another engine has computed can be received only where all layers keep all tokens")
+    count = blocks.blocks_for(computed)
+    if any(layers.host.num_available < count for layers in blocks.groups):
+        return False
+    group = queues.add(request)
+    seq = group.seqs[0]
+    for layers in blocks.groups:
+        layers.on_host.by_id[seq.seq_id] = layers.cache.allocate_on_host(count)
+    seq.num_computed, group.prefilling = computed, False
+    queues.move(group, SequenceStatus.SWAPPED)
+    return True
 
 
 class _Workers:
