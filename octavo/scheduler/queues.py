@@ -89,19 +89,15 @@ class Queues:
 
     def add(self, request: EngineCoreRequest) -> SequenceGroup:
         """Makes a group of the request and puts it into the waiting queue."""
-        group = self._make_group(request)
+        number, seq_id = next(self._numbers), next(self._seq_ids)
+        group = SequenceGroup(request, number, seq_id, self._max_model_len, self._plans_on_results)
+        group.drafts = group.drafts and self._speculator is not None and self._speculator.drafts(group.seqs[0])
+        group.is_long = 0 < self._threshold < len(request.prompt_token_ids)
         self.num_drafted_groups += group.drafts
         self.groups[group.group_id] = group
         self.sequences[group.seqs[0].seq_id] = group.seqs[0]
         self.policy.on_arrival(group)
         self._push(group)
-        return group
-
-    def _make_group(self, request: EngineCoreRequest) -> SequenceGroup:
-        number, seq_id = next(self._numbers), next(self._seq_ids)
-        group = SequenceGroup(request, number, seq_id, self._max_model_len, self._plans_on_results)
-        group.drafts = group.drafts and self._speculator is not None and self._speculator.drafts(group.seqs[0])
-        group.is_long = 0 < self._threshold < len(request.prompt_token_ids)
         return group
 
     def take_policy_failures(self) -> list[tuple[SequenceGroup, str]]:
