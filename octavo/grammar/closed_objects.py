@@ -88,10 +88,10 @@ def _describers(schema: Schema, found: list[tuple[str, Schema]], naming: set[int
 def _is_silent(schema: Schema, found: list[tuple[str, Schema]]) -> bool:
     if "additionalProperties" in schema or "unevaluatedProperties" in schema:
         return False
-    if isinstance(schema.get("patternProperties"), dict):
-        return True
-    named = schema.get("properties")
-    least = schema.get("minProperties")
-    if not isinstance(named, dict) or (isinstance(least, int) and least > len(named)):
+    named, patterns = schema.get("properties"), schema.get("patternProperties")
+    if not isinstance(named, dict) and not isinstance(patterns, dict):
+        return False
+    named, least = named or {}, schema.get("minProperties")
+    if patterns is None and isinstance(least, int) and least > len(named):
         return False
     return all(name in named for part in (schema, *(p for _, p in found)) for name in part.get("required", ()))

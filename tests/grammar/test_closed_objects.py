@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import random
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
-from octavo import StructuredOutputsParams
+from octavo import InvalidRequestError, StructuredOutputsParams
 from octavo.grammar.closed_objects import closed
 from octavo.grammar.compile import make_grammar
-from tests.grammar.byte_matcher import accepts
+from tests.grammar.byte_matcher import accepts, generate
+from tests.grammar.random_schema import random_schema
 
 POINT: dict[str, Any] = {"type": "object", "properties": {"x": {"type": "number"}}}
 SHUT = {**POINT, "additionalProperties": False}
@@ -38,6 +42,7 @@ LEFT: list[dict[str, Any]] = [
     {"default": POINT},
     {"type": "object"},
     {**POINT, "required": ["y"]},
+    {"patternProperties": {"^x": True}, "required": ["y"]},
     {**POINT, "minProperties": 2},
     {"allOf": [POINT, OTHER]},
     {**OTHER, "anyOf": [POINT]},
@@ -75,3 +80,18 @@ def test_outputs_are_closed_by_default_and_open_where_a_request_says_so() -> Non
 def test_parts_of_one_object_are_all_written() -> None:
     both = {"allOf": [{**POINT, "required": ["x"]}, {**OTHER, "required": ["y"]}]}
     assert accepts(make_grammar(StructuredOutputsParams(json=both)), '{"x": 1, "y": 2}')
+
+
+def test_closing_refuses_no_schema_and_makes_no_invalid_value() -> None:
+    compiled = 0
+    for seed in range(300):
+        schema = random_schema(random.Random(f"closed {seed}"))
+        try:
+            make_grammar(StructuredOutputsParams(json=schema, disable_additional_properties=False))
+        except InvalidRequestError:
+            continue
+        compiled += 1
+        text = generate(make_grammar(StructuredOutputsParams(json=schema)), random.Random(seed))
+        if text is not None:
+            Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(text))
+    assert compiled > 150
