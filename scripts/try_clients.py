@@ -81,7 +81,7 @@ ALL = (
     Client("codex.sh", "Codex CLI", ("@openai/codex",), is_agent=True),
     Client("opencode.sh", "opencode", ("opencode-ai",), is_agent=True),
     Client("aider.sh", "aider", ("aider-chat",)),
-    Client("mini_swe_agent.py", "mini-swe-agent", ("mini-swe-agent",)),
+    Client("mini_swe_agent.py", "mini-swe-agent", ("mini-swe-agent", "mcp")),
     Client("openai_python.py", "openai (Python)", ("openai",)),
     Client("openai_node.mjs", "openai (Node)", ("openai",)),
     Client("anthropic_python.py", "anthropic (Python)", ("anthropic",)),
@@ -151,6 +151,7 @@ def drive(client: Client, url: str, model: str) -> Outcome:
         file = shutil.copy(CLIENTS / client.file, place)
         program = {".sh": ["bash", "-eu"], ".py": ["python"], ".mjs": ["node"]}[Path(file).suffix]
         env = {**variables, "HOME": home, "URL": url, "MODEL": model, "LANG": "C.UTF-8"}
+        env["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else litellm asks a site for it at each start
         how: dict[str, Any] = {"cwd": home, "env": env, "stdin": subprocess.DEVNULL, "timeout": TIMEOUT}
         try:
             done = subprocess.run([*program, file], capture_output=True, text=True, **how)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-os.environ["MSWEA_COST_TRACKING"] = "ignore_errors"
+os.environ |= {"MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1"}
 from minisweagent.models.litellm_model import LitellmModel
 
 model = LitellmModel(
