@@ -120,6 +120,14 @@ class PositionLogprobs(msgspec.Struct, array_like=True):
     #: The most likely tokens, best first.
     top_ids: list[int] = []
     top_logprobs: list[float] = []
+    #: Their ranks, if they are others than the most likely ones.
+    top_ranks: list[int] = []
+
+    def add(self, other: PositionLogprobs) -> None:
+        """Adds another token of the same position."""
+        self.top_ids.append(other.token_id)
+        self.top_logprobs.append(other.logprob)
+        self.top_ranks.append(other.rank)
 
 
 class SequenceResult(msgspec.Struct, array_like=True):

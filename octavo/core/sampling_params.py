@@ -102,7 +102,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     #: Number of most likely tokens whose logprobs are returned at each position beside the chosen one's; at most the
     #: engine's ``max_logprobs``. -1: the whole vocabulary.
     logprobs: int | None = None
-    #: The same for each prompt token.
+    #: Token ids whose logprobs are returned at each position, in place of the most likely ones'; at most the engine's
+    #: ``max_logprobs``.
+    logprob_token_ids: list[int] | None = None
+    #: Number of most likely tokens whose logprobs are returned at each position of the prompt.
     prompt_logprobs: int | None = None
     #: False returns token ids only and skips detokenizing (stop strings cannot be used then).
     detokenize: bool = True
@@ -196,6 +199,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
             raise InvalidRequestError("stop strings need detokenize=True")
         _token_ids("stop_token_ids", self.stop_token_ids)
         _token_ids("allowed_token_ids", self.allowed_token_ids)
+        _token_ids("logprob_token_ids", self.logprob_token_ids)
+        if self.logprob_token_ids is not None:
+            if self.logprobs:
+                raise InvalidRequestError("logprob_token_ids names the tokens; leave logprobs None, or 0")
+            self.logprobs = 0
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError("allowed_token_ids must not be empty; leave it None to allow every token")
         if self.logit_bias is not None:

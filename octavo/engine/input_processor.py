@@ -273,8 +273,11 @@ class InputProcessor:
                     f"{name} must be in [0, {self._max_logprobs}], not {getattr(params, name)}: the engine's option "
                     "max_logprobs is its limit"
                 )
+        if len(params.logprob_token_ids or ()) > self._max_logprobs:
+            message = f"logprob_token_ids must hold at most {self._max_logprobs} (max_logprobs)"
+            raise InvalidRequestError(f"{message}, not {len(params.logprob_token_ids or ())}")
         self._logits_plugins.processors(params)
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= self.vocab_size:
                     raise InvalidRequestError(

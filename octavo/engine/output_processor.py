@@ -318,7 +318,8 @@ class OutputProcessor:
     def _readable(self, position: PositionLogprobs) -> TokenLogprobs:
         text = self._tokenizer.token_text
         logprobs = {position.token_id: Logprob(position.logprob, position.rank, text(position.token_id))}
-        for rank, (token, logprob) in enumerate(zip(position.top_ids, position.top_logprobs, strict=True), start=1):
+        ranks = position.top_ranks or range(1, len(position.top_ids) + 1)
+        for token, logprob, rank in zip(position.top_ids, position.top_logprobs, ranks, strict=True):
             logprobs.setdefault(token, Logprob(logprob, rank, text(token)))
         return logprobs
 

@@ -63,6 +63,8 @@ class Sampler:
         #: Rows that need more than the most likely token; a set, as it is usually empty.
         self._special: set[int] = set()
         self._num_logprobs = np.full(rows, -1, np.int64)
+        #: Of rows whose requests list them: token ids whose logprobs are returned.
+        self._listed: dict[int, list[int]] = {}
         self._seeds = np.zeros(rows, np.uint64)
         self._filters = np.zeros(rows, FILTERS)  # temperature 0: greedy
         self._processors: dict[int, LogitsProcessors] = {}
@@ -94,6 +96,8 @@ class Sampler:
             self._filters[row] = astuple(Filters.of(params, self.vocab_size))
         if params.logprobs is not None:
             self._num_logprobs[row] = params.logprobs
+        if params.logprob_token_ids:
+            self._listed[row] = params.logprob_token_ids
         num_prompt = sequence.num_prompt_tokens
         mask = GrammarMask(grammar, task, num_prompt) if grammar is not None else None
         tokens, vocab_size = sequence.token_ids, self.vocab_size
@@ -117,6 +121,8 @@ class Sampler:
         for state in (self._num_logprobs, self._filters):
             state[child] = state[parent]
         self._seeds[child] = seed & 0xFFFFFFFFFFFFFFFF
+        if parent in self._listed:
+            self._listed[child] = self._listed[parent]
         if parent in self._special:
             self._special.add(child)
         if parent in self._processors:
@@ -128,6 +134,7 @@ class Sampler:
         self._token_readers.discard(row)
         self._forcing.discard(row)
         self._num_logprobs[row] = -1
+        self._listed.pop(row, None)
         self._filters[row] = 0
         self._processors.pop(row, None)
 
@@ -186,7 +193,7 @@ class Sampler:
         scored = counts >= 0
         if self._processors.keys().isdisjoint(row_list):
             tokens, which = backend.choose(logits, self._filters[rows], keys), np.flatnonzero(scored)
-            return PendingSamplerOutput(tokens, None, self._logprobs(tokens, logits, which, which, counts))
+            return PendingSamplerOutput(tokens, None, self._logprobs(tokens, logits, which, which, counts, rows))
         processed = [i for i, row in enumerate(row_list) if row in self._processors]
         changed = np.array([i for i in processed if scored[i]], np.int64)
         # Logprobs are computed from the model's logits: rows that are about to be changed are copied.
@@ -195,8 +202,8 @@ class Sampler:
         tokens = backend.choose(logits, self._filters[rows], keys, mask)
         scored[processed] = False
         unchanged = np.flatnonzero(scored)
-        found = self._logprobs(tokens, logits, unchanged, unchanged, counts)
-        found += self._logprobs(tokens, originals, np.arange(len(changed)), changed, counts)
+        found = self._logprobs(tokens, logits, unchanged, unchanged, counts, rows)
+        found += self._logprobs(tokens, originals, np.arange(len(changed)), changed, counts, rows)
         return PendingSamplerOutput(tokens, failed, found)
 
     def draft(
@@ -246,12 +253,22 @@ class Sampler:
         logits_rows: NDArray[np.int64],
         indices: NDArray[np.int64],
         counts: NDArray[np.int64],
+        rows: NDArray[np.int64],
     ) -> list[tuple[NDArray[np.int64], PendingLogprobs]]:
-        """Logprobs of the tokens at these indices of the batch, from these rows of ``logits``."""
+        """Logprobs of the tokens at these indices of the batch, from these rows of ``logits``, and of listed tokens."""
         if not len(indices):
             return []
-        scored = tokens if len(indices) == len(tokens) else tokens[self._backend.to_device(indices)]
-        return [(indices, self._backend.logprobs(logits, logits_rows, scored, counts[indices]))]
+        backend = self._backend
+        scored = tokens if len(indices) == len(tokens) else tokens[backend.to_device(indices)]
+        found = [(indices, backend.logprobs(logits, logits_rows, scored, counts[indices]))]
+        if self._listed:
+            table_rows = rows[indices].tolist()
+            listed = [(k, token) for k, row in enumerate(table_rows) for token in self._listed.get(row, ())]
+            if listed:
+                which, ids = np.array(listed, np.int64).T
+                wanted = backend.to_device(np.ascontiguousarray(ids))
+                found.append((indices[which], backend.logprobs(logits, logits_rows[which], wanted, np.zeros_like(ids))))
+        return found
 
     def _process(
         self, logits: Tensor, rows: list[int], positions: list[int], indices: list[int]

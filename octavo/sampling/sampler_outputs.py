@@ -67,6 +67,8 @@ class PendingSamplerOutput:
             output.token_ids = chosen.copy()
             output.token_ids[list(output.errors)] = 0
         for which, logprobs in self._scored:
-            found = zip(which.tolist(), logprobs.wait(), strict=True)
-            output.logprobs.update((i, position) for i, position in found if i not in output.errors)
+            for i, position in zip(which.tolist(), logprobs.wait(), strict=True):
+                # The first is the sampled token's; others are those that the request lists.
+                if i not in output.errors and (own := output.logprobs.setdefault(i, position)) is not position:
+                    own.add(position)
         return output

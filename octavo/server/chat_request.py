@@ -204,6 +204,8 @@ def _constrain(
 
 def _top_logprobs(body: ChatCompletionRequest) -> int | None:
     """Most likely tokens requested at each position beside the generated one; None: no logprobs."""
+    if body.logprob_token_ids is not None:
+        return len(body.logprob_token_ids)
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs is not None:

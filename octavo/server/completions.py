@@ -27,6 +27,8 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     service = service_of(request)
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
     model = await service.model(body.model)
+    if body.logprob_token_ids is not None and body.logprobs is None:
+        body.logprobs = 0
     prompts = await read_prompts(service, body)
     if body.suffix and not body.ignore_eos and (gap := service.llm.tokenizer.fill_in_middle) is not None:
         body.stop_token_ids = [*(body.stop_token_ids or []), *gap.ends]

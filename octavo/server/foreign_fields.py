@@ -90,7 +90,6 @@ class EngineFields(Labels):
     n_probs: Any = refused("logprobs of the OpenAI API are supported", 0)
     post_sampling_probs: Any = refused("logprobs are those of the model", False)
     logprob_start_len: Any = refused("prompt_logprobs gives those of the whole prompt", -1)
-    logprob_token_ids: Any = refused("logprobs gives those of the likeliest tokens")
     return_tokens: Any = refused("its name is return_token_ids", False)
     return_hidden_states: Any = refused("hidden states are not sent", False)
     return_routed_experts: Any = refused("routed experts are not sent", False)

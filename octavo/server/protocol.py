@@ -48,6 +48,9 @@ class GenerationRequest(SamplingFields, FormFields, OpenAIFields):
         None, description="Arguments of the logits processors that the server was started with, by name."
     )
     prompt_logprobs: Int | None = Field(None, description="Logprobs of the prompt's tokens, with so many likeliest.")
+    logprob_token_ids: list[Int] | None = Field(
+        None, description="Token ids whose logprobs are sent in place of the most likely ones'."
+    )
     return_token_ids: bool | None = Field(None, description="Send the token ids of the prompt and of each choice.")
     return_tokens_as_token_ids: bool | None = Field(None, description='Logprobs name tokens as "token_id:ID".')
     use_beam_search: bool | None = Field(None, description="Beam search of width best_of (or n).")

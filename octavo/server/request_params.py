@@ -32,6 +32,7 @@ _SHARED = (
     "skip_special_tokens",
     "logit_bias",
     "allowed_token_ids",
+    "logprob_token_ids",
     "thinking_token_budget",
 )
 #: Shared fields that clients send with beam search and that do not affect it: it draws no random numbers.
@@ -59,7 +60,7 @@ def make_sampling_params(
     form = read_form(body)
     own = {
         "max_tokens": max_tokens,
-        "logprobs": logprobs,
+        "logprobs": logprobs if body.logprob_token_ids is None else 0,
         "prompt_logprobs": prompt_logprobs,
         "structured_outputs": None if form is None else form.params,
         "extra_args": body.vllm_xargs,

@@ -20,6 +20,6 @@ set_tracing_disabled(True)
 client = AsyncOpenAI(base_url=os.environ["URL"] + "/v1", api_key="none")
 for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
     model = kind(model=os.environ["MODEL"], openai_client=client)
-    agent = Agent(name="a", instructions="Be short.", model=model, tools=[add], model_settings=ModelSettings(max_tokens=32))
+    agent = Agent(name="a", instructions="Be short.", model=model, tools=[add], model_settings=ModelSettings(max_tokens=2000))
     assert Runner.run_sync(agent, "Name a colour.", max_turns=4).final_output is not None
 print("WORKS agents with tools, over responses and chats")

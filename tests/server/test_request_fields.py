@@ -95,6 +95,7 @@ TABLE: dict[str, tuple[str, str, Any] | tuple[str, str, Any, Any]] = {
     "tpot_target": (WORKS, WORKS, None),
     "cache_salt": (WORKS, WORKS, "a"),
     "truncate_prompt_tokens": (WORKS, WORKS, 3),
+    "logprob_token_ids": (WORKS, WORKS, [65]),
     "thinking_token_budget": (WORKS, WORKS, 5),
     "truncation_side": (WORKS, WORKS, "right"),
     "add_special_tokens": (WORKS, WORKS, True),
@@ -120,7 +121,6 @@ TABLE |= {
         ("logit_processors", ["a.b"], []), ("kv_transfer_params", {}),
         ("prompt_embeds", "AAAA"), ("mm_processor_kwargs", {"a": 1}, {}), ("media_io_kwargs", {"a": {}}, {}),
         ("repetition_detection", {"a": 1}),
-        ("logprob_token_ids", [1]),
         # SGLang
         ("no_stop_trim", True, False),
         ("stop_regex", "a+", []), ("lora_path", "a"), ("session_params", {}), ("custom_logit_processor", "a"),

@@ -178,3 +178,24 @@ def test_logprobs_name_tokens_by_their_ids(tiny_server: Running, route: str) -> 
     else:
         assert choice["logprobs"]["tokens"] == names
         assert [next(iter(top)) for top in choice["logprobs"]["top_logprobs"]] == names
+
+
+def test_logprobs_of_listed_tokens_are_those_of_the_whole_vocabulary(tiny_server: Running) -> None:
+    listed = [70, 71, 200]
+    body = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_tokens_as_token_ids": True}
+    with tiny_server.http() as http:
+        text = {**body, "prompt": "hi", "logprobs": 0}
+        [choice] = http.post(TEXT, json={**text, "logprob_token_ids": listed}).json()["choices"]
+        chat = {**body, "messages": [{"role": "user", "content": "hi"}]}
+        [turn] = http.post(CHAT, json={**chat, "logprob_token_ids": listed}).json()["choices"]
+        [plain] = http.post(CHAT, json={**chat, "logprobs": True, "top_logprobs": 20}).json()["choices"]
+        refused = http.post(TEXT, json={**text, "logprob_token_ids": [10**6]})
+    names = {f"token_id:{token}" for token in listed}
+    own = choice["logprobs"]["tokens"]
+    assert all(set(top) == names | {token} for top, token in zip(choice["logprobs"]["top_logprobs"], own, strict=True))
+    for entry, same in zip(turn["logprobs"]["content"], plain["logprobs"]["content"], strict=True):
+        assert (entry["token"], entry["logprob"]) == (same["token"], same["logprob"])
+        found = {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+        known = {top["token"]: top["logprob"] for top in same["top_logprobs"]}
+        assert set(found) == names and all(known.get(name, found[name]) == found[name] for name in found)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprob_token_ids"
