@@ -149,10 +149,6 @@ class EngineCore(StepLoop):
         """
         self.scheduler.preparations.pin(adapter_preparation(adapter), adapter.name)
 
-    def unpin_adapter(self, key: str) -> None:
-        """Lets a pinned adapter go when others need its place; nothing happens if it is not pinned."""
-        self.scheduler.preparations.unpin(key)
-
     def sleep(self, level: int = 1) -> None:
         """Frees memory until ``wake_up``; the prefix cache is reset. See ``LLM.sleep`` for the levels.
 

@@ -153,7 +153,7 @@ class CoreLoop:
                 "sleep": self._core.sleep,
                 "wake_up": self._core.wake_up,
                 "pin_adapter": lambda ref: self._core.pin_adapter(msgspec.convert(ref, AdapterRef)),
-                "unpin_adapter": self._core.unpin_adapter,
+                "unpin_adapter": self._core.scheduler.preparations.unpin,
                 "collective_rpc": self._core.executor.collective_rpc,
             }
             encoded = msgspec.msgpack.encode(methods[method](*args))

@@ -52,7 +52,7 @@ class LLMEngine:
             self.front_end = FrontEnd(files, self.core.max_model_len, sends=not self.core.executor.in_process)
         self.tokenizer, self.inputs = self.front_end.tokenizer, self.front_end.inputs
         self.adapters = self.front_end.adapters
-        self.adapters.on_unpin = self.core.unpin_adapter
+        self.adapters.on_unpin = self.core.scheduler.preparations.unpin
         #: Of a step at whose end an interrupt came.
         self._not_returned: list[RequestOutput] = []
         for text, name in files.prefixes:
