@@ -38,6 +38,7 @@ from octavo.server.protocol_admin import (
     ModelList,
     Sleeping,
     Tokenized,
+    TokenizedContent,
     TokenizerInfo,
     Version,
 )
@@ -138,7 +139,7 @@ async def _docs(request: Request) -> HTMLResponse:
 def _add_other_routes(app: FastAPI) -> None:
     add_llama_routes(partial(_add, app, tag="llama.cpp"))
     _add(app, "GET", "/tokenizer_info", tokenization.tokenizer_info, TokenizerInfo, "Tokens")
-    _add(app, "POST", "/tokenize", tokenization.tokenize, Tokenized, "Tokens")
+    _add(app, "POST", "/tokenize", tokenization.tokenize, Tokenized | TokenizedContent, "Tokens")
     _add(app, "POST", "/detokenize", tokenization.detokenize, Detokenized, "Tokens")
     _add(app, "GET", "/", operation.index, Index, "Server")
     _add(app, "GET", "/health", operation.health, Health, "Server", errors={503: _WITH_BODY[503]})

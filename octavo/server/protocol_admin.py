@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from octavo.server.field_marks import hint
 from octavo.server.protocol import ChatMessage, TemplateOptions
 from octavo.server.protocol_base import Int, Name, RequestModel, ResponseModel
 
 
 class TokenizeRequest(TemplateOptions):
-    """Body of ``/tokenize``: a prompt or messages."""
+    """Body of ``/tokenize``: a prompt or messages; or in llama.cpp's form a content."""
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
     prompt: str | None = Field(None, description="A text.")
     messages: list[ChatMessage] | None = Field(None, description="A conversation, put into words by the template.")
     add_special_tokens: bool | None = Field(None, description="The model's own tokens around a text (default true).")
+    content: str | None = Field(None, description="llama.cpp's form: a text; the answer has its tokens only.")
+    add_special: bool | None = Field(None, description="With content: the model's own tokens around it.")
+    parse_special: Any = hint("special tokens in a text are always read as such")
+    with_pieces: bool | None = Field(None, description="With content: each token with its text.")
     return_token_strs: bool | None = Field(None, description="Send the tokens as the vocabulary writes them, too.")
 
 
@@ -55,6 +60,19 @@ class ModelList(ResponseModel):
     data: list[Model]
 
 
+class TokenPiece(ResponseModel):
+    """A token and its text; its bytes, if they are no text alone."""
+
+    id: int
+    piece: str | list[int]
+
+
+class TokenizedContent(ResponseModel):
+    """A response of ``/tokenize`` in llama.cpp's form."""
+
+    tokens: list[int] | list[TokenPiece]
+
+
 class Tokenized(ResponseModel):
     """A response of ``/tokenize``."""
 
@@ -78,9 +96,10 @@ class TokenizerInfo(ResponseModel):
 
 
 class Detokenized(ResponseModel):
-    """A response of ``/detokenize``."""
+    """A response of ``/detokenize``, in vLLM's and in llama.cpp's words."""
 
     prompt: str
+    content: str
 
 
 class Version(ResponseModel):

@@ -10,9 +10,17 @@ from octavo.engine.tokenizer import Tokenizer
 from octavo.server.api_errors import ApiError
 from octavo.server.large_bodies import beside_loop
 from octavo.server.prompt_fields import encode, render_chat
-from octavo.server.protocol_admin import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, TokenizerInfo
+from octavo.server.protocol_admin import (
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizedContent,
+    TokenizeRequest,
+    TokenizerInfo,
+    TokenPiece,
+)
 from octavo.server.request_template import choose
-from octavo.server.service import service_of
+from octavo.server.service import Service, service_of
 from octavo.server.tools import read_tools
 
 #: Up to this many tokens are decoded in well under a millisecond.
@@ -23,8 +31,10 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Token ids of a text, or of a conversation as the model's template writes it."""
     service = service_of(request)
     await service.model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give exactly one of prompt and messages", param="prompt")
+    if sum(given is not None for given in (body.prompt, body.messages, body.content)) != 1:
+        raise ApiError(400, "give exactly one of prompt, messages and content", param="prompt")
+    if body.content is not None:
+        return await _tokenized_content(service, body, body.content)
     limit = service.llm.max_model_len
     if body.messages is not None:
         tools = read_tools(body.tools).shown
@@ -40,6 +50,22 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     return Response(response.encode(), media_type="application/json")
 
 
+async def _tokenized_content(service: Service, body: TokenizeRequest, content: str) -> Response:
+    [ids] = await encode(service, [content], body.add_special is True, param="content")
+    response = TokenizedContent(tokens=ids)
+    if body.with_pieces:
+        response.tokens = [TokenPiece(id=token, piece=_piece(service.llm.tokenizer, token)) for token in ids]
+    return Response(response.encode(), media_type="application/json")
+
+
+def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return tokenizer.token_text(token_id) if data is None else data.decode()
+    except UnicodeDecodeError:
+        return list(data or b"")
+
+
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """The text of token ids, special tokens included."""
     service = service_of(request)
@@ -49,7 +75,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         if not 0 <= token < vocab_size:
             raise ApiError(400, f"token ids are integers from 0 to {vocab_size - 1}, not {token}", param="tokens")
     text = await beside_loop(request, _decode, service.llm.tokenizer, body.tokens)
-    return Response(Detokenized(prompt=text).encode(), media_type="application/json")
+    return Response(Detokenized(prompt=text, content=text).encode(), media_type="application/json")
 
 
 async def tokenizer_info(request: Request) -> TokenizerInfo:

@@ -121,6 +121,19 @@ def test_the_server_tells_of_itself(http: httpx.Client) -> None:
     assert info["eos_token"] == props["eos_token"] == "<eos>"
 
 
+def test_texts_become_tokens_and_back_in_llamas_words(http: httpx.Client) -> None:
+    text = "héllo"
+    plain = http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+    answer = http.post("/tokenize", json={"content": text, "add_special": False, "parse_special": True}).json()
+    assert answer == {"tokens": plain}
+    pieces = http.post("/tokenize", json={"content": text, "with_pieces": True}).json()["tokens"]
+    assert [piece["id"] for piece in pieces] == plain
+    said = b"".join(p["piece"].encode() if isinstance(p["piece"], str) else bytes(p["piece"]) for p in pieces)
+    assert said.decode() == text and any(isinstance(piece["piece"], list) for piece in pieces)
+    back = http.post("/detokenize", json={"tokens": plain}).json()
+    assert back == {"prompt": text, "content": text}
+
+
 # Of OpenAI's routes --------------------------------------------------------------------------------------------------
 
 

@@ -140,6 +140,7 @@ def test_responses_to_generated_requests_conform_to_openapi(tiny_server: Running
     assert set(page["paths"]) == {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
         "/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items",
+        "/v1/responses/{response_id}/cancel",
         "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens",
         "/completion", "/completions", "/infill", "/apply-template", "/props", "/slots", "/tokenizer_info",
         "/", "/health", "/version", "/metrics", "/reset_prefix_cache",
