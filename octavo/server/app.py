@@ -195,7 +195,7 @@ def _add(
     known = {**_ALWAYS, **(_WITH_BODY if method == "POST" else {}), **(errors or {}), **(_BUSY if stream else {})}
     responses: dict[int | str, dict[str, Any]] = _errors(known, error)
     if stream:
-        responses[200] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+        responses[200] = {"content": {"text/event-stream": {"schema": {}}}}
     app.add_api_route(
         path,
         endpoint,

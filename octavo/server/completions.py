@@ -30,8 +30,6 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     if body.logprob_token_ids is not None and body.logprobs is None:
         body.logprobs = 0
     prompts = await read_prompts(service, body)
-    if body.suffix and not body.ignore_eos and (gap := service.llm.tokenizer.fill_in_middle) is not None:
-        body.stop_token_ids = [*(body.stop_token_ids or []), *gap.ends]
     pending = _PendingTexts(body, _generation(service, request, body, model, prompts))
     return await pending.respond(request, body.stream, deadline)
 

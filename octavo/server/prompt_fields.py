@@ -34,7 +34,7 @@ class TokenizedPrompt:
 
 
 async def read_prompts(service: Service, body: CompletionRequest) -> list[TokenizedPrompt]:
-    """The prompts of a completion request.
+    """The prompts of a completion request; one that fills a gap ends with the model's tokens for this, too.
 
     Raises:
         ApiError: there is no prompt, there are too many, or one is too long.
@@ -71,7 +71,9 @@ async def _around_a_gap(service: Service, body: CompletionRequest, texts: list[s
     if not texts:
         raise unsupported("suffix", "suffix is not supported with a prompt of token ids: give it as text")
     suffix, special = body.suffix or "", body.add_special_tokens is not False
-    gap = service.llm.tokenizer.encode_gap
+    gap, ends = service.llm.tokenizer.encode_gap, service.llm.tokenizer.fill_in_middle.ends
+    if not body.ignore_eos:
+        body.stop_token_ids = [*(body.stop_token_ids or []), *ends]
     for text in texts:
         _check_length(service, len(text) + len(suffix))
 

@@ -49,6 +49,14 @@ def test_a_gap_is_filled_by_what_the_model_writes_after_the_middle_token(server:
         assert "".join(chunk.choices[0].text for chunk in stream) == texts(wanted)[0]
 
 
+def test_llamas_infill_fills_the_same_gap(server: Running) -> None:
+    [text] = texts(complete(server, prompt="def f(", suffix="): pass"))
+    body = {"input_prefix": "def f(", "input_suffix": "): pass", "n_predict": 8, "temperature": 0}
+    with server.http() as http:
+        answer = http.post("/infill", json=body).json()
+    assert answer["content"] == text and answer["tokens_predicted"] <= 8
+
+
 def test_a_middle_ends_with_the_tokens_that_end_middles(server: Running) -> None:
     with server.http() as http:
         [end] = http.post("/tokenize", json={"prompt": "<|endoftext|>"}).json()["tokens"]

@@ -13,6 +13,8 @@ from starlette.responses import Response
 
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.fill_in_middle import no_fill_in_middle
+from octavo.server.api_errors import unsupported
 from octavo.server.generation import Generation, make_generation
 from octavo.server.llamacpp.llama_protocol import (
     InfillRequest,
@@ -48,7 +50,13 @@ async def complete(request: Request, body: LlamaCompletionRequest) -> Response:
 
 
 async def infill(request: Request, body: InfillRequest) -> Response:
-    """Completes the gap between two texts."""
+    """Completes the gap between two texts.
+
+    Raises:
+        ApiError: 400, the model does not fill gaps.
+    """
+    if service_of(request).llm.tokenizer.fill_in_middle is None:
+        raise unsupported("input_suffix", str(no_fill_in_middle()))
     with renamed_errors({**_RENAMED, "prompt": "input_prefix", "suffix": "input_suffix"}):
         return await _respond(request, body, {"prompt": body.input_prefix, "suffix": body.input_suffix}, several=False)
 
