@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from octavo.compat.vllm.benchmarks.datasets import (  # type: ignore[import-not-found]
+    add_dataset_parser,
+    get_samples,
+)
 from octavo.compat.vllm.config import ProfilerConfig, VllmConfig  # type: ignore[import-not-found]
 from octavo.compat.vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
 from octavo.compat.vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
@@ -16,6 +20,8 @@ from octavo.compat.vllm.sampling_params import (  # type: ignore[import-not-foun
     RequestOutputKind,
     StructuredOutputsParams,
 )
+from octavo.compat.vllm.tokenizers import get_tokenizer  # type: ignore[import-not-found]
+from octavo.compat.vllm.utils.argparse_utils import FlexibleArgumentParser  # type: ignore[import-not-found]
 from octavo.compat.vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found]
 from octavo.compat.vllm.v1.metrics.reader import (  # type: ignore[import-not-found]
     Counter,
@@ -233,6 +239,31 @@ def test_rows_that_change_places_take_what_is_theirs_along() -> None:
     assert process_dict_updates(rows, BatchUpdate(2, [], [], [(0, 1, MoveDirectionality.SWAP)]), lambda *_: None)
     assert rows == {0: "b", 1: "c", 3: "d"}
     assert not process_dict_updates(rows, None, lambda *_: "e")
+
+
+def test_samples_are_drawn_or_read(tiny_model: Path, tmp_path: Path) -> None:
+    parser = FlexibleArgumentParser()
+    add_dataset_parser(parser)
+    tokenizer = get_tokenizer(str(tiny_model))
+    drawn = parser.parse_args(["--num-prompts", "3", "--random-input-len", "9", "--seed", "5"])
+    samples = get_samples(drawn, tokenizer)
+    assert len(samples) == 3 and len({sample.prompt for sample in samples}) == 3
+    assert get_samples(drawn, tokenizer) == samples and samples[0].expected_output_len == 128
+    (tmp_path / "lines").write_text('{"prompt": "a"}\n{"prompt": "bc"}\n')
+    (tmp_path / "talks").write_text('[{"conversations": [{"from": "human", "value": "hi"}]}, {"conversations": []}]')
+    for kind, name, texts in (("custom", "lines", ["a", "bc", "a"]), ("sharegpt", "talks", ["hi"] * 3)):
+        words = ["--num-prompts=3", f"--dataset-name={kind}", f"--dataset-path={tmp_path / name}"]
+        samples = get_samples(parser.parse_args(words), tokenizer)
+        assert [sample.prompt for sample in samples] == texts
+        assert [sample.prompt_len for sample in samples] == [len(tokenizer.encode(text)) for text in texts]
+    for words in (["--dataset-name=custom"], ["--dataset-name=sharegpt", f"--dataset-path={tmp_path / 'lines'}"]):
+        with pytest.raises(ConfigError, match=r"--dataset-path|cannot be read as sharegpt"):
+            get_samples(parser.parse_args(words), tokenizer)
+
+
+def test_workers_are_called_in_vllms_order(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), **OPTIONS)
+    assert llm.collective_rpc(lambda worker, more: more, 10.0, (3,)) == [3]
 
 
 def test_a_profile_is_a_trace_in_a_folder(tiny_model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -104,3 +105,24 @@ def test_a_script_runs_as_it_is(tmp_path: Path, tiny_model: Path) -> None:
 def test_the_package_costs_no_heavy_import() -> None:
     code = "import octavo.compat.vllm as vllm, sys; vllm.SamplingParams; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_the_page_lists_the_modules_and_its_program_runs(installed: None) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "coming-from-vllm.md").read_text(encoding="utf-8")
+    section = page.split("## Scripts as they are")[1].split("\n## ")[0]
+    rows = [row.split("|")[1:3] for row in section.split("| --- | --- |")[1].split("\n\n")[0].strip().splitlines()]
+    listed = {
+        name.removeprefix("vllm").lstrip(".") for modules, _ in rows for name in re.findall(r"`([\w.]+)`", modules)
+    }
+    everything = {name for names in SERVED.values() for name in names}
+    # Packages without names, and other names of modules that are listed.
+    others = {name for name, names in SERVED.items() if name not in listed and names}
+    assert listed <= SERVED.keys()
+    assert all(any(SERVED[name].items() <= SERVED[known].items() for known in listed) for name in others), others
+    for modules, text in rows:
+        if modules.strip() == "`vllm`":
+            assert set(re.findall(r"`(\w+)`", text)) == SERVED[""].keys() - {"__version__"}
+        named = set(re.findall(r"`([A-Z]\w+)`", text))
+        assert named <= everything | {"LLM"}, named - everything
+    [program] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    exec(program.replace("max_num_seqs=8", "max_num_seqs=8, num_gpu_blocks_override=600, load_format='dummy'"), {})

@@ -113,7 +113,7 @@ def test_only_a_beam_search_is_not_planned_ahead(
     asked = params()
     asked.max_tokens, asked.ignore_eos = 20, True
     engine.add_request("a", [5, 6, 7], asked)
-    planned = []
+    planned: list[int] = []
     while engine.has_unfinished_requests():
         engine.step()
         planned.append(engine.core.scheduler.stats().steps - len(planned) - 1)  # steps whose result is not known

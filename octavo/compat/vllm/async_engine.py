@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from octavo.core.outputs import RequestOutput
@@ -50,6 +50,16 @@ class AsyncLLM(OctavoAsyncLLM):
         """Ends one request or several."""
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             await super().abort(name)
+
+    async def collective_rpc(  # type: ignore[override]
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """As Octavo's, in vLLM's order of arguments."""
+        return await super().collective_rpc(method, args, kwargs, timeout)
 
     async def check_health(self) -> None:
         """Raises if the engine has died.

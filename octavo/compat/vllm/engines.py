@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -83,6 +83,16 @@ class _Calls(OctavoEngine):
     def stop_profile(self) -> Path | None:
         """Ends it: the file of the trace."""
         return self._profiler.stop()
+
+    def collective_rpc(  # type: ignore[override]
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """As Octavo's, in vLLM's order of arguments."""
+        return super().collective_rpc(method, args, kwargs, timeout)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer."""

@@ -63,6 +63,10 @@ SERVED: dict[str, dict[str, str]] = {
         "SamplingParams": _PARAMS["SamplingParams"],
         "__version__": f"{_HERE}.helpers:VERSION",
     },
+    "benchmarks": {},
+    "benchmarks.datasets": {
+        name: f"{_HERE}.sample_requests:{name}" for name in ("SampleRequest", "add_dataset_parser", "get_samples")
+    },
     "config": _CONFIG,
     "config.profiler": {"ProfilerConfig": _CONFIG["ProfilerConfig"]},
     "distributed": _CLEAN_UP,
