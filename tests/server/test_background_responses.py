@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import json
-from collections.abc import Callable, Iterator
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -15,8 +19,12 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from octavo.server.responses.background import BackgroundResponse
+from octavo.server.responses.store import ResponseStore, Run, StoredResponse
 from tests.busy_machine import eventually
 from tests.server.running_server import TINY, Running, running
+from tests.server.test_growing_responses import USAGE
+from tests.server.test_growing_responses import begun as growing_response
 
 Serve = Callable[..., Running]
 ROUTE = "/v1/responses"
@@ -100,6 +108,23 @@ def standstill(server: Running) -> Iterator[None]:
         yield
     finally:
         core.resume()
+
+
+@contextlib.contextmanager
+def begun(server: Running, http: httpx.Client) -> Iterator[tuple[dict[str, Any], Iterator[bytes]]]:
+    """A long stream of the background, and what comes of it, while the engine stands still after some tokens."""
+    core = psutil.Process(server.core_pid())
+    before = server.metric("octavo_generation_tokens_total")
+    with standstill(server), http.stream("POST", ROUTE, json={**LONG, **STREAM}) as answer:
+        data = answer.iter_bytes()
+        first = next(data)
+        made = events_of(first)[0]["response"]
+        while server.metric("octavo_generation_tokens_total") - before < 8:
+            core.resume()
+            time.sleep(0.0005)
+            core.suspend()
+        assert get(http, made)["status"] == "in_progress"
+        yield made, itertools.chain([first], data)
 
 
 @contextlib.contextmanager
@@ -210,16 +235,10 @@ def test_one_that_waits_is_cancelled(server: Running, http: httpx.Client, stream
 
 
 def test_one_that_runs_is_cancelled_with_what_it_has(server: Running, http: httpx.Client) -> None:
-    received = b""
-    with server.http() as other, other.stream("POST", ROUTE, json={**LONG, **STREAM}) as answer:
-        data = answer.iter_bytes()
-        while received.count(b"output_text.delta") < 5:
-            received += next(data)
-        with standstill(server):
-            made = events_of(received[: received.index(b"\n\n")])[0]["response"]
-            assert get(http, made)["status"] == "in_progress"
-            ended = cancel(http, made)
-        received += b"".join(data)
+    before = server.metric("octavo_generation_tokens_total")
+    with server.http() as other, begun(server, other) as (made, data):
+        ended = cancel(http, made)
+        received = b"".join(data)
     assert ended["status"] == "cancelled" and cancel(http, made) == ended == get(http, made)
     events = events_of(received)
     said = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
@@ -228,6 +247,7 @@ def test_one_that_runs_is_cancelled_with_what_it_has(server: Running, http: http
     assert events[-1]["type"] == "response.incomplete" and events[-1]["response"] == ended
     assert resumed(http, made["id"]) == received
     server.wait_until_idle()
+    assert server.metric("octavo_generation_tokens_total") - before < 150
 
 
 def test_only_one_of_the_background_is_cancelled(http: httpx.Client) -> None:
@@ -269,6 +289,45 @@ def test_the_bytes_of_those_that_are_made_are_bounded(serve: Serve) -> None:
         made = create(http, **SHORT, **BACKGROUND)
         assert wait_for_end(http, made)["status"] == "incomplete"
     server.wait_until_idle()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_comes_after_the_end_changes_nothing(broken: bool) -> None:
+    """A response that has ended is ended for good, also while its request is still taken leave of."""
+    growing, store = growing_response(), ResponseStore(2, 10_000)
+
+    class LastOutput:
+        async def outputs(self) -> AsyncGenerator[list[None], None]:
+            yield [None]
+            await asyncio.sleep(0 if broken else 60)
+            raise RuntimeError
+
+    class Pending:
+        chat, names = LastOutput(), dict[str, str]()
+
+        def __init__(self) -> None:
+            self.growing = growing
+
+        def grow(self, choice: None) -> list[Any]:
+            return [*growing.begin(), *growing.end(USAGE, is_whole=True)]
+
+        def encode(self) -> bytes:
+            return growing.response.model_dump_json().encode()
+
+        def stored(self, run: Run) -> StoredResponse:
+            return StoredResponse(self.encode(), [], 0, "", run=run, run_size=run.num_bytes)
+
+    async def run() -> tuple[bytes, bytes]:
+        made = BackgroundResponse(cast(Any, Pending()), store, math.inf, keeps_events=True)
+        await made.start()
+        await asyncio.sleep(0.01)
+        assert made.has_ended
+        first = store.get(made.id, "").body
+        await made.stop()
+        return first, store.get(made.id, "").body
+
+    first, last = asyncio.run(run())
+    assert first == last and json.loads(first)["status"] == "completed"
 
 
 def test_one_that_takes_too_long_fails(serve: Serve) -> None:
@@ -359,24 +418,20 @@ def test_a_stream_is_resumed_after_any_of_its_events(http: httpx.Client) -> None
 
 
 def test_a_stream_is_resumed_while_it_runs(server: Running, http: httpx.Client) -> None:
-    begun = b""
-    with server.http() as gone, gone.stream("POST", ROUTE, json={**LONG, **STREAM}) as answer:
-        data = answer.iter_bytes()
-        while begun.count(b"output_text.delta") < 5:
-            begun += next(data)
-        with standstill(server):
-            response_id = events_of(begun[: begun.index(b"\n\n")])[0]["response"]["id"]
-            gone.close()
-            whole = begun.split(b"\n\n")[:-1]  # the rest may be a part of an event
-            params = {"stream": "true", "starting_after": str(len(whole) - 1)}
-            again = http.build_request("GET", f"{ROUTE}/{response_id}", params=params)
-            follower = http.send(again, stream=True)  # the engine stands, so nothing has to be there to read
-            assert follower.status_code == 200
-        rest = follower.read()
-    everything = b"".join(block + b"\n\n" for block in whole) + rest
+    gone = server.http()
+    with begun(server, gone) as (made, data):
+        # What has been received ends within an event, perhaps.
+        blocks = next(data).split(b"\n\n")[:-1]
+        gone.close()
+        params = {"stream": "true", "starting_after": str(len(blocks) - 1)}
+        request = http.build_request("GET", f"{ROUTE}/{made['id']}", params=params)
+        follower = http.send(request, stream=True)
+        assert follower.status_code == 200 and get(http, made)["status"] == "in_progress"
+    rest = follower.read()
+    everything = b"".join(block + b"\n\n" for block in blocks) + rest
     numbers = [event["sequence_number"] for event in events_of(everything)]
-    assert numbers == list(range(len(numbers))) and len(numbers) > len(whole)
-    assert resumed(http, response_id) == everything
+    assert numbers == list(range(len(numbers))) and len(numbers) > len(blocks) > 0
+    assert resumed(http, made["id"]) == everything
     assert events_of(everything)[-1]["response"]["usage"]["output_tokens"] == 150
 
 

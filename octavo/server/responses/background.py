@@ -51,12 +51,11 @@ class BackgroundResponse(Run):
         pending = self._pending
         assert pending is not None
         first = pending.encode()
-        stored = pending.stored(self)
         self._task = asyncio.create_task(self._run(pending))
         await asyncio.sleep(0)  # the task enters the queue, or fails
         if self._refusal is not None:
             raise self._refusal
-        self._store.put(self.id, stored)
+        self._store.put(self.id, pending.stored(self))
         if self.id not in self._store:
             message = "the response has no room in this server's memory of responses (max_stored_response_bytes)"
             raise ApiError(400, message, param="background", code="too_large")
@@ -72,13 +71,13 @@ class BackgroundResponse(Run):
 
     def cancel(self) -> None:
         """Ends the response soon, unless it has ended."""
-        if self._task is not None and not self.has_ended:
+        if self._task is not None and not self.has_ended and not self._task.cancelling():
             self._task.cancel()
 
     async def stop(self) -> None:
-        """Ends the response, unless it has ended; its blocks are free then."""
+        """Ends the response, unless it has ended, and waits until it has let go of its blocks."""
         self.cancel()
-        if self._task is not None:
+        if self._task is not None and not self.has_ended:
             await asyncio.wait({self._task})
 
     async def follow(self, after: int = -1) -> AsyncGenerator[bytes, None]:
@@ -100,28 +99,34 @@ class BackgroundResponse(Run):
                 await changed.wait()
 
     async def _run(self, pending: PendingAnswer) -> None:
-        growing = pending.growing
+        growing, outputs = pending.growing, renamed_outputs(pending.chat, pending.names)
         try:
-            async with (
-                asyncio.timeout_at(self._deadline),
-                aclosing(renamed_outputs(pending.chat, pending.names)) as out,
-            ):
-                async for choice in out:
+            async with asyncio.timeout_at(self._deadline), aclosing(outputs):
+                async for choice in outputs:
                     self._add(pending.grow(choice))
-                    self._store.grow(self.id, self.num_bytes)
+                    if growing.has_ended:
+                        self._end(pending)
+                    else:
+                        self._store.grow(self.id, self.num_bytes)
         except asyncio.CancelledError:
-            self._add(growing.cancel())
+            if not self.has_ended:
+                self._add(growing.cancel())
+                self._end(pending)
         except Exception as e:
             error = as_api_error(e)
-            if self.id not in self._store:
-                self._refusal = error
-            self._add(growing.fail(error))
+            if not self.has_ended:
+                self._refusal = None if self.id in self._store else error
+                self._add(growing.fail(error))
+                self._end(pending)
+
+    def _end(self, pending: PendingAnswer) -> None:
+        """The response stays as it is."""
         self._pending = None
         if not self.keeps_events:
             self.num_bytes = 0
         self._store.replace(self.id, pending.stored(self))
         self._notify()
-        logger.info("background response %s: %s", self.id, growing.response.status)
+        logger.info("background response %s: %s", self.id, pending.growing.response.status)
 
     def _add(self, events: list[Event]) -> None:
         data = [encode_event(event) for event in events if self.keeps_events or "response" not in event]

@@ -61,6 +61,11 @@ class GrowingResponse:
         #: What the open item's text or arguments are made of.
         self._pieces: list[str] = []
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the response is as it stays."""
+        return self.response.status not in ("queued", "in_progress")
+
     def enqueue(self) -> list[Event]:
         """The response waits until it begins."""
         self.response.status = "queued"

@@ -30,7 +30,7 @@ class Run(Protocol):
         """Ends the response soon, unless it has ended."""
 
     async def stop(self) -> None:
-        """Ends the response, unless it has ended; its blocks are free then."""
+        """Ends the response, unless it has ended, and waits until it has let go of its blocks."""
 
     def follow(self, after: int = -1) -> AsyncGenerator[bytes, None]:
         """The events that come after the one with this number, to the last."""
