@@ -36,6 +36,51 @@ _SENTENCES = (
     "The train to {place} leaves at {hour} o'clock from platform {few}, and the last one an hour before midnight.",
     "A letter from {place} was lost, so {name} wrote another one and sent it by registered mail.",
 )
+_FUNCTIONS = (
+    '''def read_{noun}s(path, limit={count}):
+    """The first {noun}s of a file, one a line."""
+    {noun}s = []
+    with open(path) as file:
+        for line in file:
+            if len({noun}s) == limit:
+                break
+            {noun}, separator, rest = line.partition(":")
+            if not separator:
+                raise ValueError(f"line without a colon: {{line!r}}")
+            {noun}s.append(({noun}.strip(), int(rest)))
+    return {noun}s
+''',
+    '''class {Noun}Queue:
+    """Keeps at most {few} {noun}s for each owner, the oldest first."""
+
+    def __init__(self):
+        self._{noun}s = {{}}
+        self._dropped = 0
+
+    def add(self, owner, {noun}):
+        queue = self._{noun}s.setdefault(owner, [])
+        if len(queue) == {few}:
+            queue.pop(0)
+            self._dropped += 1
+        queue.append({noun})
+
+    def take(self, owner):
+        queue = self._{noun}s.get(owner)
+        return queue.pop(0) if queue else None
+''',
+    '''def total_by_{noun}(rows):
+    """Sums, means and counts of the values of each {noun}."""
+    totals, counts = {{}}, {{}}
+    for {noun}, value in rows:
+        if value < 0 or value > {count}:
+            continue
+        totals[{noun}] = totals.get({noun}, 0) + value
+        counts[{noun}] = counts.get({noun}, 0) + 1
+    means = {{{noun}: totals[{noun}] / counts[{noun}] for {noun} in totals}}
+    return totals, means, counts
+''',
+)
+_NOUNS = ("order", "ticket", "parcel", "invoice", "sensor", "recipe", "player", "vessel")
 _QUESTIONS = (
     "Why is the sky blue in {place}, and red in the evening?",
     "Tell a short story about {name}, who finds an old map in {place}.",
@@ -61,10 +106,11 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class SpeculationFigures:
-    """One method on one workload, against no drafts in the same run."""
+    """One configuration on one workload, against no drafts in the same run."""
 
     workload: str
     batch: int
+    #: Of the drafter, with the fields that were given for this configuration alone: its label.
     method: str
     #: Output tokens a second, prefill included; medians of the rounds.
     tokens_per_s: float
@@ -83,9 +129,16 @@ MakeLLM = Callable[[SpeculativeConfig | None], "LLM"]
 
 
 def measure(
-    make: MakeLLM, methods: Sequence[SpeculativeConfig], batches: Sequence[int], output_len: int, rounds: int, seed: int
+    make: MakeLLM,
+    configs: Mapping[str, SpeculativeConfig],
+    batches: Sequence[int],
+    output_len: int,
+    rounds: int,
+    seed: int,
 ) -> Iterator[SpeculationFigures]:
-    """Runs each workload with each method, and without, in turns, each on a new engine with room for the largest batch.
+    """Runs each workload with each of the ``configs``, which have labels, and without drafts, in turns.
+
+    Each run is on a new engine with room for the largest batch.
 
     With the method ``prediction`` each request predicts its whole answer: drafts cannot bring more.
     """
@@ -93,7 +146,7 @@ def measure(
     loads = [load for batch in batches for load in workloads(plain, batch, seed)]
     plain.llm_engine.core.shutdown()
     for load in loads:
-        yield from _measure(make, load, methods, output_len, rounds)
+        yield from _measure(make, load, configs, output_len, rounds)
 
 
 def workloads(llm: LLM, count: int, seed: int) -> list[PromptSet]:
@@ -113,6 +166,7 @@ def workloads(llm: LLM, count: int, seed: int) -> list[PromptSet]:
         PromptSet("chat", chats, 0.7),
         PromptSet("chat again", chats, 0.7, repeated=True),
         PromptSet("random", noise, 1.0),
+        PromptSet("code", [_code(i, rng) for i in range(count)], 0.0),
     ]
 
 
@@ -135,42 +189,50 @@ def _edit(rng: random.Random) -> str:
     return f"Write the following text again, with every number as a word, and write nothing else.\n\n{text}"
 
 
+def _code(number: int, rng: random.Random) -> str:
+    """A function or class to be written out again with another name in it."""
+    noun, few, count = rng.choice(_NOUNS), rng.randrange(2, 10), rng.randrange(100, 1000)
+    text = _FUNCTIONS[number % len(_FUNCTIONS)].format(noun=noun, Noun=noun.title(), few=few, count=count)
+    return (
+        f"Rename {noun} to entry everywhere in this Python code and write out the whole code.\n\n```python\n{text}```"
+    )
+
+
 def _measure(
-    make: MakeLLM, load: PromptSet, methods: Sequence[SpeculativeConfig], output_len: int, rounds: int
+    make: MakeLLM, load: PromptSet, configs: Mapping[str, SpeculativeConfig], output_len: int, rounds: int
 ) -> Iterator[SpeculationFigures]:
     params = [
         SamplingParams(temperature=load.temperature, seed=i, max_tokens=output_len, detokenize=False)
         for i in range(len(load.prompts))
     ]
-    rates: dict[str, list[float]] = {method: [] for method in ("", *(m.method for m in methods))}
+    turns: list[tuple[str, SpeculativeConfig | None]] = [("", None), *configs.items()]
+    rates: dict[str, list[float]] = {label: [] for label, _ in turns}
     stats: dict[str, SpeculationStats | None] = {}
     expected: list[list[int]] = []
     for turn in range(rounds):
-        ordered = [None, *methods]
-        for config in ordered if turn % 2 == 0 else ordered[::-1]:
-            name = "" if config is None else config.method
+        for label, config in turns if turn % 2 == 0 else turns[::-1]:
             llm = make(config)
             prompts = _tokenized(llm.get_tokenizer(), load)
             if load.repeated:
                 _run(llm, prompts, params)
             else:  # its memory is touched for the first time
                 _run(llm, [prompts[0][:1]], [SamplingParams(max_tokens=1, detokenize=False)])
-            right = expected if name == "prediction" else None
-            seconds, tokens = _run(llm, prompts, params, right)
+            predictions = expected if config is not None and config.method == "prediction" else None
+            seconds, tokens = _run(llm, prompts, params, predictions)
             expected = expected or tokens
             if tokens != expected:
-                raise WorkerError(f"workload {load.name!r}: answers with {name or 'no'} drafts differ from the others")
-            rates[name].append(sum(map(len, tokens)) / seconds)
-            stats[name] = llm.llm_engine.core.scheduler.counts().speculation
+                raise WorkerError(f"workload {load.name!r}: answers with {label or 'no'} drafts differ from the others")
+            rates[label].append(sum(map(len, tokens)) / seconds)
+            stats[label] = llm.llm_engine.core.scheduler.counts().speculation
             llm.llm_engine.core.shutdown()
-    for config in methods:
-        yield _figures(load.name, len(params), config.method, rates, stats[config.method], expected)
+    for label in configs:
+        yield _figures(load.name, len(params), label, rates, stats[label], expected)
 
 
 def _figures(
     workload: str,
     batch: int,
-    method: str,
+    label: str,
     rates: Mapping[str, list[float]],
     stats: SpeculationStats | None,
     tokens: list[list[int]],
@@ -179,10 +241,10 @@ def _figures(
     return SpeculationFigures(
         workload=workload,
         batch=batch,
-        method=method,
-        tokens_per_s=statistics.median(rates[method]),
+        method=label,
+        tokens_per_s=statistics.median(rates[label]),
         tokens_per_s_without=statistics.median(rates[""]),
-        speedup=statistics.median(found / plain for found, plain in zip(rates[method], rates[""], strict=True)),
+        speedup=statistics.median(rate / plain for rate, plain in zip(rates[label], rates[""], strict=True)),
         acceptance=stats.accepted_tokens / stats.draft_tokens if stats is not None and drafted else None,
         tokens_per_draft=1 + stats.accepted_tokens / stats.drafts if stats is not None and drafted else None,
         output_tokens=sum(map(len, tokens)),

@@ -62,7 +62,7 @@ examples:
 
 offline    throughput of batches of random prompts, greedy decoding to a fixed length; one row for each batch size.
            With --speculative: of drafters against no drafts, in turns, on texts to write out again with a change,
-           chats, the same chats again, and random tokens; further fields of --speculative-config count for each
+           chats, the same chats again, random tokens and code; further fields of --speculative-config count for each
 kernels    each kernel alone at the shapes of the model, and its share of the machine's peak rates
 memory     share of the KV cache that holds tokens, on a trace of mixed lengths; what attention windows save, of the
            model if it has any, else of shapes that do; and savings by sharing
@@ -126,8 +126,8 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--speculative",
         metavar="METHOD,...",
-        help="of offline: compare drafters (ngram, suffix; prediction, "
-        "where requests predict their answers rightly) with no drafts",
+        help="of offline: compare drafters (ngram, suffix; prediction, where requests predict their answers rightly) "
+        "with no drafts; each may have fields of its own, as in ngram,ngram:adaptive=false",
     )
     parser.add_argument(
         "--with-server", action="store_true", help="of a calibration: measure what a server adds to the steps, too"

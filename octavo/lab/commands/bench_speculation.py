@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import yaml
+
 from octavo.cli.parsing import Arguments
 from octavo.core.config import SpeculativeConfig, make_config
 from octavo.core.errors import ConfigError
@@ -14,7 +16,10 @@ if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
     from octavo.lab.bench.speculation import SpeculationFigures
 
-TITLE = "workload    batch  drafter  tok/s without  tok/s with  speed-up  accepted  tokens a draft  output tokens"
+TITLE = (
+    "workload    batch  drafter               tok/s without  tok/s with  speed-up  accepted  tokens a draft"
+    "  output tokens"
+)
 
 
 def line(figures: SpeculationFigures) -> str:
@@ -24,7 +29,7 @@ def line(figures: SpeculationFigures) -> str:
     if f.acceptance is not None and f.tokens_per_draft is not None:
         drafts = f"{f.acceptance:8.1%}  {f.tokens_per_draft:14.2f}"
     return (
-        f"{f.workload:10}  {f.batch:5}  {f.method:7}  {f.tokens_per_s_without:13.1f}  {f.tokens_per_s:10.1f}"
+        f"{f.workload:10}  {f.batch:5}  {f.method:20}  {f.tokens_per_s_without:13.1f}  {f.tokens_per_s:10.1f}"
         f"  {f.speedup:7.2f}x  {drafts}  {f.output_tokens:13}"
     )
 
@@ -33,14 +38,14 @@ def measure(arguments: Arguments, options: EngineConfig) -> Iterator[Speculation
     """The figures of each workload, batch size and drafter that ``--speculative`` names.
 
     Raises:
-        ConfigError: there is no such drafter, or the length is no number.
+        ConfigError: there is no such drafter or field, or the length is no number.
     """
     from octavo.engine.llm import LLM
     from octavo.lab.bench import speculation
     from octavo.loader.shapes import SHAPES
 
-    given = options.speculative_config
-    methods = [_with_method(given, method.strip()) for method in arguments.speculative.split(",")]
+    shared = options.speculative_config
+    configs = {label: _labelled(shared, label) for label in map(str.strip, arguments.speculative.split(","))}
     if not arguments.output_len.isdigit():
         raise ConfigError(f"with --speculative, --output-len must be a number, not {arguments.output_len!r}")
     output_len = int(arguments.output_len)
@@ -56,14 +61,23 @@ def measure(arguments: Arguments, options: EngineConfig) -> Iterator[Speculation
     def make(config: SpeculativeConfig | None) -> LLM:
         return LLM(**{**kept, "speculative_config": config})
 
-    return speculation.measure(make, methods, arguments.batches, output_len, arguments.rounds, options.seed)
+    return speculation.measure(make, configs, arguments.batches, output_len, arguments.rounds, options.seed)
 
 
-def _with_method(given: SpeculativeConfig | None, method: str) -> SpeculativeConfig:
-    """The configuration with another method; those that take no model leave it out."""
-    fields = given.model_dump(exclude_unset=True) if given is not None else {}
+def _labelled(shared: SpeculativeConfig | None, label: str) -> SpeculativeConfig:
+    """The configuration with the label's method and fields (``METHOD:FIELD=VALUE:...``), values in YAML.
+
+    Methods that take no model leave it out.
+    """
+    method, *changes = label.split(":")
+    fields = shared.model_dump(exclude_unset=True) if shared is not None else {}
     if method not in MODEL_METHODS:
         fields = {name: value for name, value in fields.items() if name not in ("model", "quantization", "revision")}
+    for change in changes:
+        name, equals, value = change.partition("=")
+        if not equals:
+            raise ConfigError(f"--speculative {label!r}: after the method, fields are FIELD=VALUE, not {change!r}")
+        fields[name] = yaml.safe_load(value)
     config = make_config(model="none", speculative_config={**fields, "method": method}).speculative_config
     assert config is not None
     return config

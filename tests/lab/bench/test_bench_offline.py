@@ -45,12 +45,15 @@ def test_drafters_are_compared_with_no_drafts(
 ) -> None:
     monkeypatch.setattr(speculation, "_SENTENCES", ("{name} sat in {place}.",) * 5)  # its context is short
     target = tmp_path / "figures.json"
-    words = ["bench", "offline", str(tiny_model), "--speculative", "ngram,suffix", "--batches", "2"]
+    monkeypatch.setattr(speculation, "_FUNCTIONS", ("def {noun}(): pass",))
+    labels = ("ngram", "ngram:adaptive=false:num_speculative_tokens=2", "suffix")
+    words = ["bench", "offline", str(tiny_model), "--speculative", ",".join(labels), "--batches", "2"]
     words += ["--output-len", "12", "--rounds", "1", "--num-gpu-blocks-override", "256", "--max-model-len", "256"]
     assert main([*words, "--json", str(target)]) == 0
     rows = [json.loads(line) for line in target.read_text().splitlines()]
-    kinds = ("edit", "chat", "chat again", "random")
-    assert [(row["workload"], row["method"]) for row in rows] == [(k, m) for k in kinds for m in ("ngram", "suffix")]
+    kinds = ("edit", "chat", "chat again", "random", "code")
+    assert [(row["workload"], row["method"]) for row in rows] == [(kind, label) for kind in kinds for label in labels]
+    assert all(row["tokens_per_draft"] is None or row["tokens_per_draft"] <= 3 for row in rows[1::3])
     for row in rows:
         assert row["tokens_per_s"] > 0 and row["speedup"] > 0 and 2 <= row["output_tokens"] <= 24
         assert row["acceptance"] is None or 0 <= row["acceptance"] <= 1
@@ -66,6 +69,8 @@ def test_drafters_are_compared_with_no_drafts(
         (["bench", "offline", "x", "--batches", "1,a"], "sizes are integers"),
         (["bench", "offline", "x", "--input-len", "0"], "a length is"),
         (["bench", "offline", "x", "--speculative", "eagle"], "speculative_config: method 'eagle'"),
+        (["bench", "offline", "x", "--speculative", "ngram:adaptive"], "after the method, fields are FIELD=VALUE"),
+        (["bench", "offline", "x", "--speculative", "ngram:n=3"], "unknown field 'n'"),
         (["bench", "offline", "x", "--speculative", "ngram", "--output-len", "uniform:1,2"], "--output-len must be"),
     ],
 )
