@@ -152,7 +152,7 @@ def fit_profile(steps: list[MeasuredStep], **facts: Any) -> StepProfile:
     costs = np.array([[getattr(step.work, name) for name in _COSTS.values()] for step in steps], float)
     tokens = np.array([step.work.tokens for step in steps], float)
     seconds = np.array([step.seconds for step in steps])
-    found = _robust_relative(np.hstack([_ramps(tokens, knots), costs]), seconds)
+    found = relative_fit(np.hstack([_ramps(tokens, knots), costs]), seconds)
     curve = np.cumsum(found[: len(knots)])
     facts |= zip(_COSTS, map(float, found[len(knots) :]), strict=True)
     profile = StepProfile(
@@ -246,7 +246,7 @@ def _facts(llm: LLM, device: str, adding: list[float]) -> dict[str, Any]:
     }
 
 
-def _robust_relative(
+def relative_fit(
     a: NDArray[np.float64], b: NDArray[np.float64], *, rounds: int = 8, tail: float = 3.0
 ) -> NDArray[np.float64]:
     """The x >= 0 for which the relative errors (a x - b) / b are small; b > 0.

@@ -47,9 +47,20 @@ class EchoRunner:
         return StepResult(self._plan.step, list(self._plan.seq_ids), [1] * len(self._plan.seq_ids))
 
 
-def install_echo(worker: Worker) -> None:
-    """Gives a worker an ``EchoRunner``, in place of the model that it would load."""
-    worker._runner = EchoRunner()  # type: ignore[assignment]
+class EchoWorker(Worker):
+    """A worker that computes nothing."""
+
+    _echo = EchoRunner()
+
+    @property
+    def runner(self) -> EchoRunner:  # type: ignore[override]
+        """In place of a runner of the model that it would load."""
+        return self._echo
+
+
+def make_echo_worker(worker: Worker) -> None:
+    """Changes a worker that an executor has started, wherever it runs; it must have loaded nothing."""
+    worker.__class__ = EchoWorker
 
 
 def decode_plan(step: int, seqs: int, block_size: int = 16) -> StepPlan:
@@ -70,7 +81,7 @@ def measure(options: EngineConfig, sizes: Sequence[int]) -> Iterator[StepCost]:
     executor = choose_executor(options)(options, WorkerSpec.of(options, config, Path(), "float32"), 0)
     try:
         executor.start_workers()
-        executor.collective_rpc(install_echo)
+        executor.collective_rpc(make_echo_worker)
         for size in sizes:
             name = type(executor).__name__.removesuffix("Executor").lower()
             yield StepCost(name, options.world_size, size, 1e6 * _median_step(executor, size))

@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import sys
 from array import array
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from octavo.cli.main import main
+from octavo.core.errors import ConfigError
 from octavo.lab.bench import validate
-from octavo.lab.bench.calibrate import MeasuredStep, fit_profile, median_steps
+from octavo.lab.bench.calibrate import MeasuredStep, fit_profile, median_steps, relative_fit
 from octavo.lab.bench.calibrate_server import overhead
 from octavo.lab.bench.serve_client import RequestOutcome
 from octavo.lab.simulate.step_profile import Overhead, load_profile
 from octavo.lab.simulate.work import StepWork
 from tests.lab.simulate.test_profile import PROFILE, profile
+
+
+def test_a_fit_is_the_best_of_all_subsets_of_its_terms() -> None:
+    """Of relative errors, all within the tail that counts by squares."""
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        a = rng.normal(size=(int(rng.integers(3, 12)), 4))
+        b = rng.uniform(0.5, 2.0, size=len(a))
+        relative, best = a / b[:, None], np.inf
+        for columns in itertools.chain.from_iterable(itertools.combinations(range(4), n) for n in range(5)):
+            x = np.zeros(4)
+            if columns:
+                x[list(columns)] = np.linalg.lstsq(relative[:, columns], np.ones(len(b)), rcond=None)[0]
+            if (x >= 0).all():
+                best = min(best, float(np.linalg.norm(relative @ x - 1)))
+        fitted = relative_fit(a, b, tail=1e9)
+        assert (fitted >= 0).all()
+        assert np.linalg.norm(relative @ fitted - 1) == pytest.approx(best, rel=1e-6)
+
+
+def test_without_scipy_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ConfigError, match=r"a fit needs scipy, which is not installed: pip install 'octavo\[lab\]'"):
+        relative_fit(np.ones((3, 1)), np.ones(3))
 
 
 def test_a_fit_recovers_the_costs_behind_noisy_steps() -> None:
