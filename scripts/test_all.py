@@ -19,17 +19,23 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "test-all"
 
 
-def run(name: str, options: list[str]) -> tuple[bool, Path]:
-    """Runs pytest; whether all has passed, and the report that it wrote (JUnit's XML)."""
+def run(name: str, options: list[str]) -> tuple[str, Path]:
+    """Runs pytest; what kept the part from its end ("" if nothing did), and the report that it wrote (JUnit's XML)."""
     print(f"== {name}", flush=True)
     file = FOLDER / f"{name.replace(' ', '-')}.xml"
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", f"--junitxml={file}", *options]
-    return subprocess.run(command, cwd=ROOT).returncode == 0, file
+    return problem(name, subprocess.run(command, cwd=ROOT).returncode, file), file
 
 
-def summary(files: list[Path]) -> str:
-    """The counts of these reports, the tests that failed, and those that were skipped, by reason."""
+def problem(name: str, code: int, report: Path) -> str:
+    """Why a part has no whole report, by pytest's exit code: the tests that it did not come to are in no list."""
+    # 0: all have passed; 1: some have failed, which the report says; 5: the options select none.
+    return "" if code in (0, 1, 5) and report.exists() else f"the {name} did not come to their end: exit code {code}"
+
+
+def summary(files: list[Path]) -> tuple[str, bool]:
+    """The counts of these reports, what failed, and what was skipped, by reason; and whether any test failed."""
     cases = [case for file in files for case in ET.parse(file).iter("testcase")]
     failed: list[str] = []
     skipped: dict[str, list[str]] = defaultdict(list)
@@ -45,7 +51,7 @@ def summary(files: list[Path]) -> str:
     for reason, names in sorted(skipped.items(), key=lambda item: -len(item[1])):
         places = sorted({name.split("::")[0] for name in names})
         lines.append(f"skipped {len(names)}: {reason} ({', '.join(places)})")
-    return "\n".join(lines)
+    return "\n".join(lines), bool(failed)
 
 
 def _reason(skip: ET.Element) -> str:
@@ -60,13 +66,15 @@ def main(processes: str, *options: str) -> int:
     FOLDER.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     parallel = ["-n", processes, "--dist", "loadfile", "--no-loadscope-reorder"]
-    done = [
-        run("default suite", [*parallel, "-m", "not slow", *options]),
+    parts = [
+        run("default tests", [*parallel, "-m", "not slow", *options]),
         run("slow tests", ["-m", "slow", *options]),
     ]
-    print(summary([file for _, file in done if file.exists()]))
+    problems = [text for text, _ in parts if text]
+    text, failed = summary([file for _, file in parts if file.exists()])
+    print("\n".join([text, *problems]))
     print(f"in {(time.monotonic() - start) / 60:.0f} minutes; the reports are in {FOLDER.relative_to(ROOT)}")
-    return 0 if all(passed for passed, _ in done) else 1
+    return int(failed or bool(problems))
 
 
 if __name__ == "__main__":

@@ -121,9 +121,28 @@ def test_what_failed_and_what_was_skipped_is_listed_with_the_reason(tmp_path: Pa
         stdout=subprocess.DEVNULL,
         timeout=PATIENCE,
     )
-    assert script("test_all").summary([report]).splitlines() == [
+    text, failed = script("test_all").summary([report])
+    assert failed
+    assert text.splitlines() == [
         "== 1 passed, 1 failed, 3 skipped",
         "failed: test_some::test_bad",
         "skipped 2: needs a GPU (test_some)",
         "skipped 1: could not import 'no_such_module': No module named 'no_such_module' (test_module)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("code", "written", "text"),
+    [
+        (0, True, ""),
+        (1, True, ""),
+        (5, True, ""),
+        (-9, False, "the slow tests did not come to their end: exit code -9"),
+        (2, True, "the slow tests did not come to their end: exit code 2"),
+    ],
+)
+def test_a_part_that_was_killed_is_named(tmp_path: Path, code: int, written: bool, text: str) -> None:
+    report = tmp_path / "report.xml"
+    if written:
+        report.touch()
+    assert script("test_all").problem("slow tests", code, report) == text
