@@ -105,6 +105,7 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "num_scheduler_steps": ForeignOption((1,), "each step is scheduled; async_scheduling plans one ahead"),
     "multi_step_stream_outputs": ON_OR_OFF,
     "num_lookahead_slots": ForeignOption((0,), _SPECULATION),
+    "max_long_partial_prefills": ForeignOption((1,), "one long prompt is computed at once"),
     "disable_async_output_proc": ON_OR_OFF,
     "disable_cascade_attn": ON_OR_OFF,
     "scheduler_cls": ForeignOption((None,), "an order of one's own is given as scheduling_policy (module:Class)"),

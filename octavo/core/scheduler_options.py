@@ -102,11 +102,8 @@ class SchedulerOptions(OptionPart):
     long_prefill_token_threshold: int = Field(
         0,
         ge=0,
-        description="Prompts of more tokens are long: short ones pass them, and they get at most this many tokens a "
-        "step. 0: none is.",
-    )
-    max_long_partial_prefills: int | None = Field(
-        None, ge=1, description="Most long prompts being computed at once; default: 1."
+        description="Prompts of more tokens are long: short ones pass them, one is computed at once, and it gets at "
+        "most this many tokens a step. 0: none is.",
     )
     async_scheduling: bool | None = Field(
         None,
@@ -147,11 +144,6 @@ class SchedulerOptions(OptionPart):
             raise ValueError(
                 f"scheduler_delay_factor ({self.scheduler_delay_factor:g}) needs batching 'prefill_first'; batching "
                 f"{self.batching!r} has no prompt steps that could be delayed"
-            )
-        if self.max_long_partial_prefills is not None and not self.long_prefill_token_threshold:
-            raise ValueError(
-                f"max_long_partial_prefills ({self.max_long_partial_prefills}) needs long_prefill_token_threshold "
-                "above 0: without it no prompt is long"
             )
         if self.priority_preemption and self.scheduling_policy != "static" and ":" not in self.scheduling_policy:
             raise ValueError(

@@ -86,18 +86,17 @@ class Admission:
         return self._first_in_order([*eligible, swapped] if swapped is not None else eligible, held_back)
 
     def next_waiting(self, now: float) -> SequenceGroup | None:
-        """The next waiting group to admit; long prompts are held back by ``max_long_partial_prefills``."""
+        """The next waiting group to admit; long prompts are held back by one another."""
         return self._first_in_order(*self._first_waiting(now))
 
     def _first_waiting(self, now: float) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
         """The first short and the first long prompt: (those that may start, those held back by a limit)."""
-        options, queues = self._options, self._queues
+        queues, limit = self._queues, self._options.max_num_partial_prefills
         short, long = queues.peek(queues.waiting, now), queues.peek(queues.waiting_long, now)
         candidates = [g for g in (short, long) if g is not None]
-        limit = options.max_num_partial_prefills
         if limit is not None and len(queues.prefilling) >= limit:
             return [], candidates
-        if long is None or sum(g.is_long for g in queues.prefilling) < (options.max_long_partial_prefills or 1):
+        if long is None or not any(g.is_long for g in queues.prefilling):
             return candidates, []
         return candidates[:-1], [long]
 

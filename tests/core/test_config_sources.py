@@ -213,7 +213,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"host_prefix_cache": True, "num_host_blocks_override": 0}, "host_prefix_cache needs swap space"),
     ({"preemption_mode": "swap", "swap_space": 0}, "preemption_mode 'swap' needs swap space"),
     ({"preemption_mode": "swap", "num_host_blocks_override": 0, "swap_space": 4}, "preemption_mode 'swap' needs"),
-    ({"max_long_partial_prefills": 1}, "max_long_partial_prefills.*needs long_prefill_token_threshold"),
     ({"scheduler_delay_factor": 0.5}, "scheduler_delay_factor.*prefill_first"),
     ({"scheduler_delay_factor": 0.5, "batching": "mixed"}, "scheduler_delay_factor.*prefill_first"),
 ]
@@ -234,7 +233,7 @@ def test_options_without_effect_beside_others_are_refused(options: dict[str, Any
         {"host_prefix_cache": True, "swap_space": 0, "num_host_blocks_override": 8},
         {"preemption_mode": "swap", "swap_space": 0, "num_host_blocks_override": 8},
         {"preemption_mode": "auto", "swap_space": 0},
-        {"max_long_partial_prefills": 2, "long_prefill_token_threshold": 100},
+        {"max_long_partial_prefills": 1, "long_prefill_token_threshold": 100},
         {"scheduler_delay_factor": 0.5, "batching": "prefill_first"},
     ],
 )

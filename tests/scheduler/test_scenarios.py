@@ -526,13 +526,6 @@ def test_short_prompts_pass_long_ones() -> None:
     assert step(engine) == {1: 1, 2: 8, 3: 1, 4: 1}
 
 
-def test_several_long_prompts_may_be_allowed() -> None:
-    engine = make(max_num_batched_tokens=20, long_prefill_token_threshold=8, max_long_partial_prefills=2)
-    for group_id, prompt in [(1, 24), (2, 24), (3, 24), (4, 4)]:
-        engine.add(request(group_id, prompt))
-    assert step(engine) == {1: 8, 2: 8, 4: 4}
-
-
 def test_short_prompts_pass_a_long_one_only_until_it_has_waited_too_long() -> None:
     engine = make(max_num_batched_tokens=12, long_prefill_token_threshold=8, aging_limit=10.0)
     engine.add(request(1, 40))

@@ -107,7 +107,7 @@ def make_case(seed: int) -> Case:
     policy = rng.choice([*POLICIES, OWN_POLICY])
     chunked = rng.random() < 0.7
     max_model_len = min(num_blocks * block_size, rng.choice([20, 40, 60]))
-    threshold, most_long = rng.choice([0, 0, 3, 8]), rng.choice([1, 2])
+    threshold = rng.choice([0, 0, 3, 8])
     delay = rng.choice([0.0, 0.0, 0.5, 2.0])
     least = max(max_num_seqs, 1 if chunked else max_model_len)
     options = SchedulerOptions(
@@ -124,7 +124,6 @@ def make_case(seed: int) -> Case:
         enable_chunked_prefill=chunked,
         max_num_partial_prefills=rng.choice([None, None, 1, 2]),
         long_prefill_token_threshold=threshold,
-        max_long_partial_prefills=most_long if threshold else None,
         scheduler_delay_factor=delay if batching == "prefill_first" else 0.0,
     )
     return Case(

@@ -49,7 +49,7 @@ def scheduler_rows(target: Path, *flags: str) -> list[dict[str, float]]:
         *(("--scheduling-policy", name) for name in POLICIES),
         ("--batching", "prefill_first", "--scheduler-delay-factor", "0.5", "--max-num-batched-tokens", "64"),
         ("--max-num-batched-tokens", "20", "--block-size", "4", "--no-enable-prefix-caching", "--watermark", "0.3"),
-        ("--long-prefill-token-threshold", "8", "--max-long-partial-prefills", "2", "--aging-limit", "none"),
+        ("--long-prefill-token-threshold", "8", "--max-num-partial-prefills", "2", "--aging-limit", "none"),
         ("--scheduling-policy", "static", "--priority-preemption", "--preemption-mode", "recompute"),
         ("--num-gpu-blocks-override", "600", "--num-host-blocks-override", "20", "--host-prefix-cache"),
     ],
