@@ -12,7 +12,7 @@ import msgspec
 from octavo import __version__
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config, take_model
 from octavo.cli.machine import cpu_name, gpu_driver, instruction_sets, usable_cores
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, write_json
 from octavo.core.config import EngineConfig
 from octavo.core.config_sources import configured_model
 from octavo.core.errors import ConfigError
@@ -70,8 +70,7 @@ def run(arguments: Arguments) -> int:
     if arguments.json is None:
         print("\n".join(_as_lines(facts)))
     else:
-        with json_stream(arguments.json) as stream:
-            stream.write(msgspec.json.encode(facts).decode() + "\n")
+        write_json(arguments.json, facts)
     return 2 if arguments.check and facts["check"]["problems"] else 0
 
 

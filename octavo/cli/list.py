@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from octavo.cli.info import readable_size
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, refuse_words, write_json
 from octavo.loader.builtin import BUILTIN
 from octavo.loader.model_cache import CachedModel, cache_dir, cached_models
 
@@ -38,8 +36,7 @@ def run(arguments: Arguments) -> int:
     refuse_words(arguments)
     models = cached_models()
     if arguments.json is not None:
-        with json_stream(arguments.json) as stream:
-            stream.write(msgspec.json.encode({"models": [as_json(model) for model in models]}).decode() + "\n")
+        write_json(arguments.json, {"models": [as_json(model) for model in models]})
         return 0
     width = max((len(model.name) for model in models), default=0)
     for model in models:

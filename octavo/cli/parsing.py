@@ -120,3 +120,36 @@ def json_stream(target: str) -> Iterator[IO[str]]:
         raise ConfigError(f"cannot write --json {target}: {e.strerror}") from None
     with stream:
         yield stream
+
+
+def write_json(target: str, value: Any) -> None:
+    """Writes a value on a line to what ``--json`` names; raises as ``json_stream``."""
+    import msgspec
+
+    with json_stream(target) as stream:
+        stream.write(msgspec.json.encode(value).decode() + "\n")
+
+
+def check_range(arguments: Arguments, *names: str, least: int = 1, most: int | None = None) -> None:
+    """Refuses flags, of those that are given, whose numbers are not in the range.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and not (value >= least and (most is None or value <= most)):
+            allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise ConfigError(f"--{name.replace('_', '-')} must be {allowed}, not {value:g}")
+
+
+def check_positive(arguments: Arguments, *names: str) -> None:
+    """Refuses flags, of those that are given, whose numbers are not above 0 or beyond measure.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < 1e9:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.lab.bench.gpu_engine import deterministic_part, engine_part, profile_part
+from octavo.lab.bench.gpu_engine import engine_part, profile_part
 from octavo.lab.bench.gpu_scale import FULL, SMOKE, Figure, Roofline, Row, Scale, batch_name, each
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ PARTS: dict[str, Callable[[str, Scale, Roofline], Iterator[Row]]] = {
     "engine": engine_part,
     "kernels": kernels_part,
     "transformers": transformers_part,
-    "deterministic": deterministic_part,
+    "deterministic": partial(engine_part, deterministic=True),
     "profile": profile_part,
 }
 

@@ -17,7 +17,6 @@ from octavo.lab.bench.offline import (
     measure,
     random_prompts,
     run_batch,
-    share_of_bandwidth,
 )
 from octavo.lab.simulate.step_costs import layer_weights, prefill_operations, weight_bytes_read
 from octavo.lab.workloads.lengths import Constant
@@ -37,19 +36,9 @@ _NAMED_KERNELS = 12
 _LONG_GAP = 5.0
 
 
-def engine_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
-    """The engine: prefill of a long prompt, decoding, and batches of requests."""
-    yield from _engine(shape, scale, peak, {})
-
-
-def deterministic_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
-    """The engine with the option ``deterministic``."""
-    yield from _engine(shape, scale, peak, {"deterministic": True})
-
-
 def profile_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
     """Time of each kernel in a step."""
-    llm = _load(shape, scale, {})
+    llm = _load(shape, scale)
     yield from each(
         [
             *((f"trace of decode {n}", partial(_trace_decode, llm, scale, n)) for n in scale.decode_batches),
@@ -58,7 +47,7 @@ def profile_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
     )
 
 
-def _load(shape: str, scale: Scale, options: dict[str, Any]) -> LLM:
+def _load(shape: str, scale: Scale, **options: Any) -> LLM:
     from octavo.engine.llm import LLM
 
     return LLM(
@@ -76,9 +65,10 @@ def _load(shape: str, scale: Scale, options: dict[str, Any]) -> LLM:
     )
 
 
-def _engine(shape: str, scale: Scale, peak: Roofline, options: dict[str, Any]) -> Iterator[Row]:
+def engine_part(shape: str, scale: Scale, peak: Roofline, **options: Any) -> Iterator[Row]:
+    """The engine: prefill of a long prompt, decoding, and batches of requests; ``options``: of the engine."""
     start = time.perf_counter()
-    llm = _load(shape, scale, options)
+    llm = _load(shape, scale, **options)
     core = llm.llm_engine.core
     yield "engine ready", time.perf_counter() - start, "s", "LLM(...) with random weights, profiling run included"
     tokens = core.blocks.num_blocks * core.options.block_size
@@ -117,41 +107,34 @@ def _prefill(llm: LLM, scale: Scale, peak: Roofline) -> Iterator[Row]:
 
 
 def _decode(llm: LLM, scale: Scale, peak: Roofline, batch: int) -> Iterator[Row]:
-    core = llm.llm_engine.core
-    length = scale.context - scale.decode_tokens // 2
-    _run(llm, batch, length, _WARM_UP_TOKENS, seed=100 + batch)
-    run = _run(llm, batch, length, scale.decode_tokens, seed=200 + batch)
-    if not run.steady:
+    lengths = Constant(scale.context - scale.decode_tokens // 2), Constant(scale.decode_tokens)
+    (f,) = measure(llm, make_batches([batch], *lengths, seed=batch), peak.gb_s or None)
+    if not f.steady_steps:
         raise RuntimeError(f"in no step all {batch} sequences decoded and nothing else happened")
-    name, step_ms = f"decode {batch} x {scale.context}", run.step_seconds * 1e3
-    yield (
-        f"{name}, step",
-        step_ms,
-        "ms",
-        f"mean of {len(run.steady)} steps in which all {batch} decode, at {run.context:.1f} tokens of context",
-    )
-    yield f"{name}, rate", batch / run.step_seconds, "tok/s", f"{batch} tokens / {step_ms:.3f} ms"
-    network = build_without_weights(core.model_config, core.dtype)
-    weights, cached = weight_bytes_read(network, batch), kv_bytes_per_token(network)
+    name, step_ms = f"decode {batch} x {scale.context}", f.decode_step_ms
+    steps = f"mean of {f.steady_steps} steps in which all {batch} decode, at {f.context:.1f} tokens of context"
+    yield f"{name}, step", step_ms, "ms", steps
+    yield f"{name}, rate", batch / step_ms * 1e3, "tok/s", f"{batch} tokens / {step_ms:.3f} ms"
     if peak.gb_s:
+        core = llm.llm_engine.core
+        network = build_without_weights(core.model_config, core.dtype)
+        weights, cached = weight_bytes_read(network, batch), kv_bytes_per_token(network)
         yield (
             f"{name}, share of bandwidth",
-            share_of_bandwidth(core, run, peak.gb_s),
+            f.share_of_bandwidth,
             "of limit",
-            f"({weights / 1e9:.4g} GB of weights + {batch} x {run.context:.1f} tokens x {cached} B) / "
+            f"({weights / 1e9:.4g} GB of weights + {batch} x {f.context:.1f} tokens x {cached} B) / "
             f"({step_ms:.3f} ms x {peak.gb_s:.4g} GB/s)",
         )
-    if run.idle_share is None:
+    if f.device_idle_share is None:
         yield f"{name}, GPU idle", None, "", "not known on a CPU"
-        return
-    busy_ms = run.device_seconds * 1e3
-    idle_ms = busy_ms * run.idle_share / (1 - run.idle_share)
-    yield (
-        f"{name}, GPU idle",
-        run.idle_share,
-        "of time",
-        f"{idle_ms:.4f} ms between steps / ({idle_ms:.4f} ms + {busy_ms:.4f} ms computing), by events",
-    )
+    else:
+        yield (
+            f"{name}, GPU idle",
+            f.device_idle_share,
+            "of time",
+            "between steps / (computing + between them), by events",
+        )
 
 
 def _throughput(llm: LLM, scale: Scale) -> Iterator[Row]:

@@ -54,8 +54,11 @@ class BatchFigures:
     #: Share of step time outside kernels: scheduling, batch building, sampling, bookkeeping. None if kernels are not
     #: timed, as on a GPU.
     share_outside_kernels: float | None
-    #: Of the steady steps: mean time in ms; on a GPU the share of it in which the device was idle; the share of the
-    #: given bandwidth that reading the weights and the KV cache once takes.
+    #: Of the steady steps: how many, and the mean context of a sequence in tokens; mean time in ms; on a GPU the share
+    #: of it in which the device was idle; the share of the given bandwidth that reading the weights and the KV cache
+    #: once takes.
+    steady_steps: int
+    context: float
     decode_step_ms: float
     device_idle_share: float | None
     share_of_bandwidth: float | None
@@ -105,6 +108,8 @@ def measure(
             decode_tokens_per_s=(output_tokens - len(batch)) / decoding if output_tokens > len(batch) else 0.0,
             output_tokens_per_s=output_tokens / done.seconds,
             share_outside_kernels=1 - kernels / total if core.options.time_kernels else None,
+            steady_steps=len(done.steady),
+            context=done.context,
             decode_step_ms=done.step_seconds * 1e3,
             device_idle_share=done.idle_share,
             share_of_bandwidth=share_of_bandwidth(core, done, bandwidth_gb_s) if bandwidth_gb_s else None,

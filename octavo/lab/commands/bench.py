@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags, take_model
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, check_positive, check_range, json_stream, refuse_words
 from octavo.core.errors import ConfigError
 from octavo.lab.commands import (
     bench_allocators,
@@ -152,8 +152,7 @@ def run(arguments: Arguments) -> int:
     else:
         model = take_model(arguments)
     for name, least in (("context", 32), ("waiting", 0), ("rounds", 1)):
-        if getattr(arguments, name) < least:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(arguments, name)}")
+        check_range(arguments, name, least=least)
     measure = {
         "offline": _offline,
         "kernels": bench_kernels.run,
@@ -309,8 +308,7 @@ def _simulation(arguments: Arguments, model: str | None, stream: IO[str] | None)
     from octavo.lab.simulate.step_profile import load_profile
 
     profile = load_profile(arguments.profile)
-    if not 0 < arguments.seconds < 1e6:
-        raise ConfigError(f"--seconds must be above 0, not {arguments.seconds:g}")
+    check_positive(arguments, "seconds")
     llm = LLM(**read_engine_config(arguments, model).model_dump(exclude_unset=True))
     found: list[ValidatedWorkload] = []
 

@@ -6,10 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config, take_model
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, check_range, write_json
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,8 +57,7 @@ def run(arguments: Arguments) -> int:
     names = list(CASES) if arguments.cases is None else [name.strip() for name in arguments.cases.split(",")]
     if unknown := [name for name in names if name not in CASES]:
         raise ConfigError(f"no case {unknown[0]!r}; known: {', '.join(CASES)}")
-    if not 1 <= arguments.repeats <= 1000:
-        raise ConfigError(f"--repeats must be from 1 to 1000, not {arguments.repeats}")
+    check_range(arguments, "repeats", most=1000)
     if not 0 < arguments.requests_share <= 100:
         raise ConfigError(f"--requests-share must be above 0 and at most 100, not {arguments.requests_share:g}")
     profile = None if arguments.profile == "none" else load_profile(arguments.profile)
@@ -68,8 +65,7 @@ def run(arguments: Arguments) -> int:
     options = make_options(read_engine_config(arguments, model), cases)
     runs = list(measure(options, cases, repeats=arguments.repeats, share=arguments.requests_share, profile=profile))
     if arguments.json is not None:
-        with json_stream(arguments.json) as stream:
-            stream.write(msgspec.json.encode({**arguments.plain("json"), "runs": runs}).decode() + "\n")
+        write_json(arguments.json, {**arguments.plain("json"), "runs": runs})
     if arguments.json != "-":
         print(table(cases, runs))
     return 0

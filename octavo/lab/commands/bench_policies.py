@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.engine_flags import PREFIX, add_engine_flags, take_model
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, add_report_flag, check_folder, json_stream
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, add_report_flag, check_folder, check_range, json_stream
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ def run(arguments: Arguments) -> int:
     for name in names:
         if name not in PLACES:
             raise ConfigError(f"no place {name!r}; known: {', '.join(PLACES)}")
-    if arguments.repeats < 1:
-        raise ConfigError(f"--repeats must be at least 1, not {arguments.repeats}")
+    check_range(arguments, "repeats")
     if "scheduling_policy" in arguments.group(PREFIX):
         raise ConfigError("--scheduling-policy has no meaning here: name the policies in --policies")
     if arguments.report is not None or arguments.plots is not None:

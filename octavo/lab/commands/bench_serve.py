@@ -17,6 +17,8 @@ from octavo.cli.parsing import (
     add_json_flag,
     add_report_flag,
     check_folder,
+    check_positive,
+    check_range,
     json_stream,
     refuse_words,
 )
@@ -160,14 +162,10 @@ def _check(arguments: Arguments) -> None:
         raise ConfigError(f"--base-url must begin with http:// or https://, not {arguments.base_url!r}")
     if (arguments.request_rate or arguments.arrivals) is not None and arguments.concurrency is not None:
         raise ConfigError("give --request-rate or --arrivals (open loop) or --concurrency (closed loop), not both")
-    for name, least in (("concurrency", 1), ("warmup", 0)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name} must be at least {least}, not {value}")
-    if not 0 <= arguments.lora_skew <= 10:
-        raise ConfigError(f"--lora-skew must be from 0 to 10, not {arguments.lora_skew:g}")
-    if not arguments.timeout > 0:
-        raise ConfigError(f"--timeout must be above 0, not {arguments.timeout:g}")
+    check_range(arguments, "concurrency")
+    check_range(arguments, "warmup", least=0)
+    check_range(arguments, "lora_skew", least=0, most=10)
+    check_positive(arguments, "timeout")
     if arguments.plot is not None:
         check_image(arguments.plot)
     check_folder(arguments.plot, "--plot")

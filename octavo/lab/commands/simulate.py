@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config, refuse_idle_flags
-from octavo.cli.parsing import (
-    Arguments,
-    Parser,
-    add_json_flag,
-    add_report_flag,
-    check_folder,
-    json_stream,
-    refuse_words,
-)
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, add_report_flag, check_folder, refuse_words, write_json
 from octavo.lab.commands import simulate_allocators, simulate_plan, simulate_preemption, simulate_profile
 from octavo.lab.commands.cluster_flags import (
     OPTIONS,
@@ -178,7 +170,7 @@ def _under(options: EngineConfig, policy: str) -> EngineConfig:
 
 def _write_json(arguments: Arguments, options: EngineConfig, runs: Sequence[PolicyRun]) -> None:
     """One run's figures beside the settings; those of several as ``runs``, by policy."""
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "profile": arguments.profile,
         "mode": arguments.mode,
         "max_tokens": arguments.max_tokens,
@@ -186,11 +178,10 @@ def _write_json(arguments: Arguments, options: EngineConfig, runs: Sequence[Poli
         "seed": options.seed,
     }
     if len(runs) == 1:
-        found |= msgspec.structs.asdict(runs[0].figures)
+        report |= msgspec.structs.asdict(runs[0].figures)
     else:
-        found["runs"] = {run.policy: run.figures for run in runs}
-    with json_stream(arguments.json) as stream:
-        stream.write(msgspec.json.encode(found).decode() + "\n")
+        report["runs"] = {run.policy: run.figures for run in runs}
+    write_json(arguments.json, report)
 
 
 def _table(profile: StepProfile, f: RunFigures) -> list[str]:

@@ -6,10 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
-from octavo.core.errors import ConfigError
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, check_positive, check_range, refuse_words, write_json
 
 if TYPE_CHECKING:
     from octavo.lab.simulate.allocators.comparison import AllocatorComparison
@@ -67,29 +64,23 @@ def run(arguments: Arguments) -> int:
     from octavo.lab.workloads.lengths import parse_inputs, parse_outputs
 
     refuse_words(arguments)
-    if arguments.num_requests is not None and not 1 <= arguments.num_requests <= _MOST_REQUESTS:
-        raise ConfigError(f"--num-requests must be from 1 to {_MOST_REQUESTS}, not {arguments.num_requests}")
-    for name in ("latency_limit", "rate"):
-        value = getattr(arguments, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+    check_range(arguments, "num_requests", most=_MOST_REQUESTS)
+    check_positive(arguments, "latency_limit", "rate")
     if arguments.plots is not None:
         load_matplotlib()
     profile = load_profile(arguments.profile)
     traces = TRACES if arguments.lengths == "both" else (arguments.lengths,)
-    found = {}
+    comparisons = {}
     for trace in traces:
         lengths = parse_inputs(trace), parse_outputs(trace)
         setting = make_setting(profile, *lengths, arguments.num_requests or TRACES[trace][1], arguments.seed)
-        found[trace] = compare(setting, arguments.latency_limit, arguments.rate)
+        comparisons[trace] = compare(setting, arguments.latency_limit, arguments.rate)
         if arguments.json is None:
-            print("\n".join(_table(trace, found[trace])))
+            print("\n".join(_table(trace, comparisons[trace])))
     if arguments.plots is not None:
-        write_plots({f"allocators_{trace}": (draw(found[trace]), "") for trace in found}, arguments.plots)
+        write_plots({f"allocators_{trace}": (draw(comparisons[trace]), "") for trace in comparisons}, arguments.plots)
     if arguments.json is not None:
-        report = {"profile": arguments.profile, "seed": arguments.seed, "lengths": found}
-        with json_stream(arguments.json) as stream:
-            stream.write(msgspec.json.encode(report).decode() + "\n")
+        write_json(arguments.json, {"profile": arguments.profile, "seed": arguments.seed, "lengths": comparisons})
     return 0
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream, refuse_words
-from octavo.core.errors import ConfigError
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, check_range, refuse_words, write_json
 from octavo.lab.commands.cluster_flags import OPTIONS, add_cluster_flags, add_profile_flags, make_spec
 from octavo.lab.workloads.flags import FORMS, add_workload_flags, make_workload
 
@@ -53,8 +50,7 @@ def run(arguments: Arguments) -> int:
 
     refuse_words(arguments)
     refuse_idle_flags(arguments, OPTIONS, "octavo simulate, which has a profile in the place of a model")
-    if not 1 <= arguments.repeats <= 1000:
-        raise ConfigError(f"--repeats must be from 1 to 1000, not {arguments.repeats}")
+    check_range(arguments, "repeats", most=1000)
     options = read_engine_config(arguments, "none")
     spec = make_spec(arguments, "1", options.seed)
     load = make_workload(arguments, options.seed)
@@ -76,8 +72,7 @@ def run(arguments: Arguments) -> int:
     if show:
         print(_answer(plan))
     else:
-        with json_stream(arguments.json) as stream:
-            stream.write(msgspec.json.encode(plan).decode() + "\n")
+        write_json(arguments.json, plan)
     return 0 if plan.replicas is not None else EXIT_FAILED
 
 

@@ -6,9 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream, refuse_words
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, check_positive, check_range, refuse_words, write_json
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,26 +58,20 @@ def run(arguments: Arguments) -> int:
     from octavo.lab.simulate.step_profile import load_profile
 
     refuse_words(arguments)
-    for name in ("link_gb_s", "copy_us"):
-        if not 0 < getattr(arguments, name) < 1e9:
-            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {getattr(arguments, name):g}")
-    for name in ("repeats", "num_requests"):
-        value = getattr(arguments, name)
-        if value is not None and not 1 <= value <= 100_000:
-            raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to 100000, not {value}")
+    check_positive(arguments, "link_gb_s", "copy_us")
+    check_range(arguments, "repeats", "num_requests", most=100_000)
     copies = _whole_numbers(arguments.copies)
-    found: dict[str, list[Any]] = {}
+    tables: dict[str, list[Any]] = {}
     for name in arguments.profile.split(","):
         profile = load_profile(name)
         parts = _link_parts(profile, copies, arguments) if profile.device_type == "gpu" else _parts(profile, arguments)
-        found[name] = []
+        tables[name] = []
         for title, records, table in parts:
-            found[name].append({"title": title, "records": records})
+            tables[name].append({"title": title, "records": records})
             if arguments.json is None:
                 print(f"**{name}: {title}**\n\n{table}\n", flush=True)
     if arguments.json is not None:
-        with json_stream(arguments.json) as stream:
-            stream.write(msgspec.json.encode({**arguments.plain("json"), "profiles": found}).decode() + "\n")
+        write_json(arguments.json, {**arguments.plain("json"), "profiles": tables})
     return 0
 
 

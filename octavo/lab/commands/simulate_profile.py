@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.cli.parsing import Arguments, Parser, json_stream, refuse_words
+from octavo.cli.parsing import Arguments, Parser, check_positive, json_stream, refuse_words
 from octavo.core.errors import ConfigError
 
 EXAMPLE = """\
@@ -49,9 +49,7 @@ def run(arguments: Arguments) -> int:
         raise ConfigError("octavo simulate profile needs a model")
     model = arguments.words.pop(0)
     refuse_words(arguments)
-    for name in ("bandwidth_gb_s", "tflops", "memory_gb", "host_gb_s", "bandwidth_share", "tflops_share"):
-        if not 0 < getattr(arguments, name) < 1e9:
-            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {getattr(arguments, name):g}")
+    check_positive(arguments, "bandwidth_gb_s", "tflops", "memory_gb", "host_gb_s", "bandwidth_share", "tflops_share")
     if not 0 <= arguments.step_overhead_ms < 1e6:
         raise ConfigError(f"--step-overhead-ms must be at least 0, not {arguments.step_overhead_ms:g}")
     device = Accelerator(
