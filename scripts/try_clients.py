@@ -2,7 +2,7 @@
 
     python scripts/try_clients.py                     # all
     python scripts/try_clients.py openai_python codex # some
-    python scripts/try_clients.py --write             # all, and docs/clients.md with what came of it
+    python scripts/try_clients.py --write             # all, and the rows of docs/clients.md
 
 A client's file in ``scripts/clients`` is run with URL and MODEL in its environment, and says what works. Cleverness is
 not judged, as the demo model has little: a client must come to its end without an error. Coding agents send prompts of
@@ -226,6 +226,17 @@ def _told(client: Client, url: str) -> Outcome:
     return outcome
 
 
+def write(outcomes: list[Outcome]) -> None:
+    """Writes the page; rows of clients that were not driven stay as they are."""
+    rows = {}
+    if PAGE.exists():
+        rows = {line.split("|")[1].strip(): line for line in PAGE.read_text().splitlines() if line.startswith("| ")}
+    for o in outcomes:
+        cells = (o.client.title, o.version, o.works or "does not run", o.client.configuration)
+        rows[o.client.title] = f"| {' | '.join(cells)} |"
+    PAGE.write_text(HEAD + "".join(f"{rows[c.title]}\n" for c in ALL if c.title in rows), encoding="utf-8")
+
+
 def _run(*command: str | Path) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT)
 
@@ -239,11 +250,7 @@ def main() -> int:
     arguments = parser.parse_args()
     outcomes = try_all(arguments.clients, arguments.serve_flags.split())
     if arguments.write:
-        rows = [
-            f"| {o.client.title} | {o.version} | {o.works or 'does not run'} | {o.client.configuration} |\n"
-            for o in outcomes
-        ]
-        PAGE.write_text(HEAD + "".join(rows), encoding="utf-8")
+        write(outcomes)
     return int(any(not outcome.works for outcome in outcomes))
 
 
