@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -80,3 +81,13 @@ class EngineCoreOutputs(msgspec.Struct):
     #: Of the groups that had drafts in this step.
     drafts: list[DraftStats] = []
     groups: list[GroupOutput] = []
+
+    def parts(self, size: int) -> Iterator[EngineCoreOutputs]:
+        """The same in the same order, ``size`` sequences at a time."""
+        if len(self.sequences) <= size:
+            yield self
+            return
+        yield EngineCoreOutputs(admissions=self.admissions, drafts=self.drafts)
+        for start in range(0, len(self.sequences), size):
+            yield EngineCoreOutputs(sequences=self.sequences[start : start + size])
+        yield EngineCoreOutputs(groups=self.groups)

@@ -7,14 +7,13 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Generator, Sequence
 from functools import partial
 from typing import Any, Self
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.config_sources import resolve_config
-from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, InvalidRequestError, OctavoError
 from octavo.core.messages import NO_REPLY, Abort, Call, StepDone, Stop, Unpin
 from octavo.core.model_config import ModelConfig
@@ -287,7 +286,7 @@ class AsyncEngine:
         """Passes the outputs of a step to the streams, and tells the core which sequences a stop string has ended."""
         for admission in step.outputs.admissions:
             self._queued.remove(admission.group_id)
-        for part in _parts(step.outputs):
+        for part in step.outputs.parts(MAX_SEQUENCES_AT_ONCE):
             ready, stopped = self.front_end.outputs.process(part)
             for group_id, index in stopped:
                 self._replicas.send(group_id, Stop(group_id, index))
@@ -388,15 +387,3 @@ class _Ended:
 
     def __await__(self) -> Generator[None, None, None]:
         yield from ()
-
-
-def _parts(outputs: EngineCoreOutputs) -> Iterator[EngineCoreOutputs]:
-    """The outputs in the same order, in parts small enough not to block the event loop."""
-    sequences = outputs.sequences
-    if len(sequences) <= MAX_SEQUENCES_AT_ONCE:
-        yield outputs
-        return
-    yield EngineCoreOutputs(admissions=outputs.admissions, drafts=outputs.drafts)
-    for start in range(0, len(sequences), MAX_SEQUENCES_AT_ONCE):
-        yield EngineCoreOutputs(sequences=sequences[start : start + MAX_SEQUENCES_AT_ONCE])
-    yield EngineCoreOutputs(groups=outputs.groups)
