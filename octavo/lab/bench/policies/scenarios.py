@@ -35,8 +35,3 @@ class Scenario:
     #: Limit that requests state as ``max_tokens``, longer ones their own length, so that policies do not know lengths;
     #: ``sjf`` is told the true ones all the same and is the oracle. None: all state their true length.
     max_tokens: int | None = field(default=None, kw_only=True)
-
-    @property
-    def needs_capacity(self) -> bool:
-        """Whether ``make`` looks at the capacity."""
-        return self.inputs is not None and self.outputs is not None
