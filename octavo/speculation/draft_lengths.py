@@ -78,7 +78,7 @@ class MedianSeconds:
     @property
     def is_fresh(self) -> bool:
         """Whether it need not be measured now; the first measurements follow each other sooner."""
-        return bool(self._latest) and self.age < (_FRESH if len(self._latest) == _LATEST else _FIRST_PAUSE)
+        return bool(self._latest) and self.age < (_FRESH if len(self._latest) == _LATEST else _FRESH // 4)
 
 
 @dataclass(slots=True)
