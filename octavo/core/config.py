@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ValidationError, model_validator
 
@@ -110,14 +110,18 @@ class EngineConfig(
 def make_config(**options: Any) -> EngineConfig:
     """Builds an ``EngineConfig``; an unknown option is refused with the nearest right name.
 
+    ``None`` is the default of an option that it is no value of.
+
     Raises:
         ConfigError: an option is unknown, out of range, or contradicts another.
     """
     names = list(EngineConfig.model_fields)
     options = own_options(own_names(options))
-    for name in options:
+    for name in list(options):
         if name not in EngineConfig.model_fields:
             raise ConfigError(unknown_option(name, names))
+        if options[name] is None and type(None) not in get_args(EngineConfig.model_fields[name].annotation):
+            del options[name]
     try:
         return EngineConfig(**options)
     except ValidationError as e:

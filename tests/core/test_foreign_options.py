@@ -139,3 +139,10 @@ def test_none_gives_an_option_its_default() -> None:
     config = resolve_config({"model": "m", **nothing}, environ={"OCTAVO_MAX_NUM_SEQS": "3"})
     assert config.max_num_seqs == PLAIN.max_num_seqs
     assert config.aging_limit is None, "where None is a value of its own"
+
+
+def test_none_is_the_default_of_every_option_whose_value_it_is_not() -> None:
+    default = EngineConfig(model="m")
+    for name in EngineConfig.model_fields.keys() - {"model"}:
+        for config in (make_config(model="m", **{name: None}), resolve_config({"model": "m", name: None}, environ={})):
+            assert getattr(config, name) == (None if name == "aging_limit" else getattr(default, name)), name
