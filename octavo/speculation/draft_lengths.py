@@ -12,6 +12,9 @@ _DECAY, _DECAY_ALL = 0.9, 0.995
 _PRIOR = 3.0
 #: Tokens of a try, and steps between the tries of a sequence whose drafts do not pay: at first and at most.
 _TRY, _FIRST_PAUSE, _LONGEST_PAUSE = 2, 16, 512
+#: Sequences from which on the time of proposals counts, proposals without a token after which one step, and the next
+#: as many two, ... goes by before the next; most steps.
+_MANY, _MISSES, _LONGEST_REST = 16, 4, 3
 #: Measurements of which the median counts, and steps after which one without drafts is measured again.
 _LATEST, _FRESH = 5, 256
 #: Share of the time that the tries of a drafter with a network may take, and steps for which it is saved up.
@@ -39,6 +42,9 @@ class FixedLength:
 
     def observe(self, drafts: list[tuple[int, int, int]]) -> None:
         """Drafts of a step were verified; each is (sequence id, tokens drafted, tokens accepted)."""
+
+    def found_none(self, seq_id: int) -> None:
+        """The drafter proposed nothing."""
 
     def observe_step(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
         """A step without prompts took so long for ``num_seqs`` sequences and their draft tokens."""
@@ -103,14 +109,16 @@ class Counts:
 class SequenceDrafts(Counts):
     """The counts of one sequence, which are also added to those of all sequences of its kind, and its tries."""
 
-    __slots__ = ("alike", "left", "log_chance", "now", "pause", "tokens")
+    __slots__ = ("alike", "left", "log_chance", "misses", "now", "pause", "rest", "tokens")
 
-    def __init__(self, alike: Counts) -> None:
-        """Begins with the chance of all."""
+    def __init__(self, alike: Counts, number: int) -> None:
+        """Begins with the chance of all. Sequences of different ``number`` do not rest in the same steps."""
         super().__init__(_PRIOR * alike.chance, _PRIOR * (1 - alike.chance))
         self.alike = alike
         #: Steps between tries, and to the next one.
         self.pause = self.left = _FIRST_PAUSE
+        #: Proposals without a token since the last draft, and steps until the next one.
+        self.misses, self.rest = number % _MISSES, 0
         #: Tokens of the sequence in steps in which it could have had drafts.
         self.tokens = 0
         #: The chance now, and its logarithm.
@@ -123,6 +131,7 @@ class SequenceDrafts(Counts):
         self.add(accepted, failed, _DECAY)
         self.alike.add(accepted, failed, _DECAY_ALL)
         self.tokens += accepted
+        self.misses = 0
         self.now = self.chance
         self.log_chance = math.log(self.now)
 
@@ -151,8 +160,8 @@ class AdaptiveLength(FixedLength):
         #: if all draft, and if those do that did lately.
         self._has_plain = False
         self._token_seconds, self._price_for_all, self._price, self._log_price = 1.0, 0.0, 0.0, 0.0
-        #: Sequences of this step that draft at the price for all, and most tokens of each.
-        self._num_willing, self._each = 0, most
+        #: Sequences of this step, those that draft at the price for all, and most tokens of each.
+        self._num_seqs, self._num_willing, self._each = 0, 0, most
         #: Seconds that tries may take; draft tokens of steps and tokens of ended sequences: means of the latest.
         self._saved, self._expected = 0.0, 0.0
         self._mean_tokens, self._ended = _TOKENS, 0
@@ -163,6 +172,7 @@ class AdaptiveLength(FixedLength):
         """See ``FixedLength``. A new number of sequences begins without drafts, to know what its steps take."""
         plain = self._plain[num_seqs]
         plain.age += 1
+        self._num_seqs = num_seqs
         self._row, self._pass = self._added[num_seqs.bit_length()]
         willing, self._num_willing = min(self._num_willing or num_seqs, num_seqs), 0
         if not (plain.is_fresh or (has_prompts and self._has_plain)):  # beside prompts it cannot be known
@@ -183,8 +193,11 @@ class AdaptiveLength(FixedLength):
         """See ``FixedLength``."""
         sequence = self._sequences.get(seq_id)
         if sequence is None:
-            sequence = self._sequences[seq_id] = SequenceDrafts(self._all[predicted])
+            sequence = self._sequences[seq_id] = SequenceDrafts(self._all[predicted], seq_id)
         sequence.tokens += 1
+        if sequence.rest:
+            sequence.rest -= 1
+            return 0
         if sequence.now <= self._price_for_all:
             sequence.left -= 1
             return 0 if sequence.left > 0 else self._try(sequence, backlog)
@@ -221,6 +234,13 @@ class AdaptiveLength(FixedLength):
             sequence = self._sequences.get(seq_id)
             if sequence is not None:
                 sequence.observe(drafted, accepted)
+
+    def found_none(self, seq_id: int) -> None:
+        """See ``FixedLength``: with many sequences one for which nothing is found is asked for less often."""
+        sequence = self._sequences[seq_id]
+        sequence.misses += 1
+        if self._num_seqs >= _MANY:
+            sequence.rest = min(sequence.misses // _MISSES, _LONGEST_REST)
 
     def observe_step(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
         """See ``FixedLength``."""

@@ -59,6 +59,8 @@ class Speculator:
         except Exception as e:
             self._fail(sequence, e)
             return []
+        if not tokens:
+            self._lengths.found_none(seq_id)
         return tokens
 
     def observe(self, drafts: list[tuple[int, int, int]]) -> None:
