@@ -29,6 +29,7 @@ from starlette.requests import Request
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestOutput
+from octavo.core.prompts import TokensPrompt
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.text_stream import TextStream
 from octavo.server.api_errors import ApiError, unsupported
@@ -39,7 +40,7 @@ from octavo.server.chat_parser import ChatParser
 from octavo.server.chat_prompt import ChatPrompt, make_chat_prompt
 from octavo.server.generation import Generation, make_generation
 from octavo.server.large_bodies import beside_loop
-from octavo.server.prompt_fields import TokenizedPrompt, encode, read_prediction
+from octavo.server.prompt_fields import encode, read_prediction
 from octavo.server.protocol import ChatCompletionRequest
 from octavo.server.reasoning_parsers.reasoning_parser import ReasoningParser, Thinking
 from octavo.server.service import Service
@@ -168,7 +169,7 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
         request,
         body,
         model,
-        [TokenizedPrompt(prompt.text, token_ids)],
+        [TokensPrompt(prompt=prompt.text, prompt_token_ids=token_ids)],
         prefix=prefix,
         max_tokens=max_tokens,
         logprobs=top,

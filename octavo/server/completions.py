@@ -12,11 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.outputs import CompletionOutput, RequestOutput
+from octavo.core.prompts import TokensPrompt
 from octavo.core.sampling_params import DEFAULT_MAX_TOKENS
 from octavo.server.generation import Generation, make_generation
 from octavo.server.logprobs import LogprobsTracker, make_completion_logprobs, make_prompt_logprobs, prompt_tokens
 from octavo.server.pending_response import PendingResponse
-from octavo.server.prompt_fields import TokenizedPrompt, read_prompts
+from octavo.server.prompt_fields import read_prompts
 from octavo.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from octavo.server.service import ServedModel, Service, service_of
 from octavo.server.streaming import DONE, event
@@ -35,7 +36,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
 
 
 def _generation(
-    service: Service, request: Request, body: CompletionRequest, model: ServedModel, prompts: list[TokenizedPrompt]
+    service: Service, request: Request, body: CompletionRequest, model: ServedModel, prompts: list[TokensPrompt]
 ) -> Generation:
     max_tokens = service.default_max_tokens(DEFAULT_MAX_TOKENS) if body.max_tokens is None else body.max_tokens
     prompt_logprobs = body.prompt_logprobs
@@ -166,9 +167,9 @@ class _PendingTexts(PendingResponse):
 
     def _prompt_text(self, number: int) -> str:
         prompt = self.generation.prompts[number]
-        if prompt.text is not None:
-            return prompt.text
-        return self.generation.service.llm.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        if (text := prompt.get("prompt")) is not None:
+            return text
+        return self.generation.service.llm.tokenizer.decode(prompt["prompt_token_ids"], skip_special_tokens=False)
 
     def _chunk(self, choice: CompletionChoice) -> Completion:
         return self._completion([choice], **self.generation.chunk_usage())

@@ -17,6 +17,7 @@ from octavo import __version__
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import AdapterConflictError, InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestOutput
+from octavo.core.prompts import TokensPrompt
 from octavo.core.reasoning import ReasoningMarks
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
@@ -27,7 +28,7 @@ from octavo.server.logging import log_fields, log_prompt
 from octavo.server.logprobs import LogprobsTracker, TextLogprobs, TokenNames
 from octavo.server.metrics import RequestObserver
 from octavo.server.middleware import client_of
-from octavo.server.prompt_fields import TokenizedPrompt, truncated
+from octavo.server.prompt_fields import truncated
 from octavo.server.protocol import CompletionDetails, GenerationRequest, PromptDetails, Usage
 from octavo.server.request_params import make_beam_search_params, make_sampling_params
 from octavo.server.service import ServedModel, Service
@@ -51,7 +52,7 @@ class Generation:
     model: ServedModel
     #: Id of the response, such as ``cmpl-...``; the engine's requests are ``ID-0``, ``ID-1``, ...
     response_id: str
-    prompts: list[TokenizedPrompt]
+    prompts: list[TokensPrompt]
     params: SamplingParams | BeamSearchParams
     #: Of each prompt.
     options: RequestOptions
@@ -75,7 +76,7 @@ class Generation:
             InvalidRequestError: a prompt cannot be served; all prompts are aborted.
         """
         prompts = {f"{self.response_id}-{i}": prompt for i, prompt in enumerate(self.prompts)}
-        self.service.queue.enter({name: len(prompt.token_ids) for name, prompt in prompts.items()})
+        self.service.queue.enter({name: len(prompt["prompt_token_ids"]) for name, prompt in prompts.items()})
         runs = [self._run(name, prompt) for name, prompt in prompts.items()]
         try:
             if len(runs) == 1:
@@ -92,7 +93,7 @@ class Generation:
             if self.model.adapter is not None:
                 log_fields(self.request.scope)["adapter"] = self.model.name
             log_fields(self.request.scope).update(
-                prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
+                prompt_tokens=sum(len(prompt["prompt_token_ids"]) for prompt in self.prompts),
                 completion_tokens=self.completion_tokens,
             )
 
@@ -137,7 +138,7 @@ class Generation:
 
     def usage(self) -> Usage:
         """Tokens used so far."""
-        prompt, completion = sum(len(p.token_ids) for p in self.prompts), self.completion_tokens
+        prompt, completion = sum(len(p["prompt_token_ids"]) for p in self.prompts), self.completion_tokens
         usage = Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -170,11 +171,11 @@ class Generation:
             "system_fingerprint": f"octavo-{__version__}",
         }
 
-    async def _run(self, name: str, prompt: TokenizedPrompt) -> AsyncGenerator[RequestOutput, None]:
+    async def _run(self, name: str, prompt: TokensPrompt) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one prompt."""
-        service, ids = self.service, {"prompt_token_ids": prompt.token_ids}
+        service = self.service
         try:
-            stream = await service.llm.submit(name, ids, self.params, self.options, streaming=bool(self.body.stream))
+            stream = await service.llm.submit(name, prompt, self.params, self.options, streaming=bool(self.body.stream))
         except InvalidRequestError as e:
             raise renamed(e, self.body) from None
         finally:
@@ -223,7 +224,7 @@ def make_generation(
     request: Request,
     body: GenerationRequest,
     model: ServedModel,
-    prompts: list[TokenizedPrompt],
+    prompts: list[TokensPrompt],
     *,
     prefix: str,
     max_tokens: int | None,
@@ -247,12 +248,12 @@ def make_generation(
     prompts = _fitted(service, body, prompts, max_tokens)
     if service.options.log_prompts:
         for prompt in prompts:
-            log_prompt(prompt.text if prompt.text is not None else prompt.token_ids)
+            log_prompt(prompt.get("prompt", prompt["prompt_token_ids"]))
     params: SamplingParams | BeamSearchParams
     if body.use_beam_search:
         if logprobs is not None:
             raise unsupported("logprobs", "logprobs is not supported with use_beam_search")
-        longest = service.llm.max_model_len - min(len(p.token_ids) for p in prompts)
+        longest = service.llm.max_model_len - min(len(p["prompt_token_ids"]) for p in prompts)
         params = make_beam_search_params(body, DefaultMaxTokens(longest) if max_tokens is None else max_tokens)
     else:
         params = make_sampling_params(
@@ -297,8 +298,8 @@ def _check_size(
 
 
 def _fitted(
-    service: Service, body: GenerationRequest, prompts: list[TokenizedPrompt], max_tokens: int | None
-) -> list[TokenizedPrompt]:
+    service: Service, body: GenerationRequest, prompts: list[TokensPrompt], max_tokens: int | None
+) -> list[TokensPrompt]:
     """The prompts, cut where the body allows it.
 
     Raises:
@@ -314,7 +315,7 @@ def _fitted(
                 400, "truncate_prompt_tokens must be -1 or at least 1, not 0", param="truncate_prompt_tokens"
             )
         prompts = [truncated(prompt, most, body.truncation_side or "left") for prompt in prompts]
-    longest = max(len(prompt.token_ids) for prompt in prompts)
+    longest = max(len(prompt["prompt_token_ids"]) for prompt in prompts)
     if longest + needed <= limit:
         return prompts
     param = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError
+from octavo.core.prompts import TokensPrompt
 from octavo.engine.fill_in_middle import no_fill_in_middle
 from octavo.server.api_errors import ApiError, unsupported
 from octavo.server.message_fields import (
@@ -25,15 +25,7 @@ from octavo.server.service import Service
 _SHORT = 2000
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizedPrompt:
-    """A prompt as token ids; ``text`` is None if the request gave token ids."""
-
-    text: str | None
-    token_ids: list[int]
-
-
-async def read_prompts(service: Service, body: CompletionRequest) -> list[TokenizedPrompt]:
+async def read_prompts(service: Service, body: CompletionRequest) -> list[TokensPrompt]:
     """The prompts of a completion request; one that fills a gap ends with the model's tokens for this, too.
 
     Raises:
@@ -52,12 +44,12 @@ async def read_prompts(service: Service, body: CompletionRequest) -> list[Tokeni
     if body.suffix:
         return await _around_a_gap(service, body, texts)
     if not texts:
-        return [TokenizedPrompt(None, prompt) for prompt in given]
+        return [TokensPrompt(prompt_token_ids=prompt) for prompt in given]
     ids = await encode(service, texts, special)
-    return [TokenizedPrompt(text, tokens) for text, tokens in zip(texts, ids, strict=True)]
+    return [TokensPrompt(prompt=text, prompt_token_ids=tokens) for text, tokens in zip(texts, ids, strict=True)]
 
 
-async def _around_a_gap(service: Service, body: CompletionRequest, texts: list[str]) -> list[TokenizedPrompt]:
+async def _around_a_gap(service: Service, body: CompletionRequest, texts: list[str]) -> list[TokensPrompt]:
     """Prompts whose completions stand between each text and the suffix.
 
     Raises:
@@ -77,8 +69,8 @@ async def _around_a_gap(service: Service, body: CompletionRequest, texts: list[s
     for text in texts:
         _check_length(service, len(text) + len(suffix))
 
-    def make() -> list[TokenizedPrompt]:
-        return [TokenizedPrompt(None, gap(text, suffix, special)) for text in texts]
+    def make() -> list[TokensPrompt]:
+        return [TokensPrompt(prompt_token_ids=gap(text, suffix, special)) for text in texts]
 
     return make() if sum(map(len, texts)) + len(texts) * len(suffix) < _SHORT else await asyncio.to_thread(make)
 
@@ -123,12 +115,12 @@ def _check_length(service: Service, length: int, param: str = "prompt") -> None:
         )
 
 
-def truncated(prompt: TokenizedPrompt, limit: int, side: str) -> TokenizedPrompt:
+def truncated(prompt: TokensPrompt, limit: int, side: str) -> TokensPrompt:
     """A prompt of ``limit`` tokens at most, cut on its "left" or "right"."""
-    if len(prompt.token_ids) <= limit:
+    ids = prompt["prompt_token_ids"]
+    if len(ids) <= limit:
         return prompt
-    kept = prompt.token_ids[:limit] if side == "right" else prompt.token_ids[-limit:]
-    return replace(prompt, text=None, token_ids=kept)
+    return TokensPrompt(prompt_token_ids=ids[:limit] if side == "right" else ids[-limit:])
 
 
 async def render_chat(

@@ -169,7 +169,7 @@ class _PendingCompletion(PendingResponse):
     def _last(self, number: int, output: RequestOutput, completion: CompletionOutput) -> LlamaCompletion:
         """The whole answer but for its text, as the last event of a stream has it."""
         generation, prompt = self.generation, self.generation.prompts[number]
-        predicted, evaluated = len(completion.token_ids), len(prompt.token_ids)
+        predicted, evaluated = len(completion.token_ids), len(prompt["prompt_token_ids"])
         cached, spent = output.metrics.num_cached_tokens, time.perf_counter() - self._begun
         first = self._first.get(number, spent)
         rest = spent - first
@@ -184,7 +184,7 @@ class _PendingCompletion(PendingResponse):
             tokens_predicted=predicted,
             tokens_evaluated=evaluated,
             tokens_cached=cached,
-            prompt=generation.service.llm.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text,
+            prompt=prompt.get("prompt") or generation.service.llm.tokenizer.decode(prompt["prompt_token_ids"]),
             truncated=False,
             stop_type=kind,
             stopping_word=word,

@@ -38,7 +38,7 @@ async def count_input_tokens(request: Request, body: InputTokensRequest) -> Inpu
     given = await read_input(service, request, body)
     if body.truncation == "auto":
         chat = await chats.start(service, request, body, given.messages, given.tools)
-        token_ids = chat.generation.prompts[0].token_ids
+        token_ids = chat.generation.prompts[0]["prompt_token_ids"]
     else:
         fields = chats.chat_body(body, given.messages, given.tools)
         with renamed_errors(chats.RENAMED):
