@@ -47,7 +47,6 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "hf_token": ForeignOption((None,), "the hub's token is read from the variable HF_TOKEN"),
     "hf_config_path": ForeignOption((None,), _FROM_CHECKPOINT),
     "config_format": ForeignOption(("auto", "hf"), "configurations are read from config.json"),
-    "hf_overrides": ForeignOption((None, {}), _FROM_CHECKPOINT),
     "rope_scaling": ForeignOption((None, {}), _FROM_CHECKPOINT),
     "rope_theta": ForeignOption((None,), _FROM_CHECKPOINT),
     "disable_sliding_window": ForeignOption((False,), _FROM_CHECKPOINT),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ByteSize, Discriminator, Field, Tag, field_validator, model_validator
 
-from octavo.core.option_part import OptionPart
+from octavo.core.option_part import OptionPart, read_mapping
 
 #: Default of ``max_logprobs``, and the most that kernels on a GPU name.
 MAX_LOGPROBS, MAX_LOGPROBS_ON_GPU = 100, 128
@@ -35,6 +35,10 @@ Quantization = Literal["auto", "none", "int8", "int4", "fp8", "gguf", "gptq", "a
 
 def _one_or_more(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+def _overrides(value: Any) -> Any:
+    return read_mapping(value, '{"max_position_embeddings": 65536}') or None
 
 
 class ModelOptions(OptionPart):
@@ -71,6 +75,12 @@ class ModelOptions(OptionPart):
         "auto",
         description="Where the weights come from: the checkpoint (auto, safetensors), or nowhere: random numbers of "
         "the right shapes (dummy), for measurements with a config.json alone.",
+    )
+    hf_overrides: Annotated[dict[str, Any] | None, BeforeValidator(_overrides)] = Field(
+        None,
+        description="Values in place of those of config.json, as JSON; objects are merged. So a context is stretched: "
+        '{"max_position_embeddings": 65536, "rope_parameters": {"rope_type": "yarn", "factor": 8.0, '
+        '"original_max_position_embeddings": 8192}}.',
     )
     max_model_len: int | None = Field(
         None, ge=1, description="Longest prompt plus output, in tokens; default: the model's own context length."

@@ -58,7 +58,7 @@ class EngineCore(StepLoop):
                 logger.warning("%s", line)
         if options.distributed_executor_backend == "external_launcher":
             options = without_clock(options, policy_uses_clock=policy.uses_clock)
-        self.model_config = read_model_config(folder)
+        self.model_config = read_model_config(folder, options.hf_overrides)
         self.dtype = _resolve_dtype(options, self.model_config)
         _check_threads(options)
         context_length = _context_length(options, self.model_config)

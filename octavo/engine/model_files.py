@@ -92,6 +92,5 @@ def find_model(options: EngineConfig, when_found: Callable[[Path], object] = lam
     sampling = default_sampling(options.generation_config, folder)
     when_found(folder)
     with memory_errors():
-        return ModelFiles(
-            options, folder, find_tokenizer(options, folder), read_model_config(folder), sampling, prefixes
-        )
+        config = read_model_config(folder, options.hf_overrides)
+        return ModelFiles(options, folder, find_tokenizer(options, folder), config, sampling, prefixes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,16 @@ _SAMPLING_FIELDS = {name: name for name in ("temperature", "top_p", "top_k", "mi
 }
 
 
-def read_model_config(folder: Path) -> ModelConfig:
+def read_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """The model configuration of ``folder``/config.json, with the special token ids of generation_config.json.
+
+    Values of ``overrides`` take the place of those of config.json; objects are merged.
 
     Raises:
         ConfigError: config.json is missing, is no JSON object, or a value is missing, of the wrong type or impossible.
         UnsupportedModelError: the architecture, activation, rope type or quantization is not supported.
     """
-    raw = read_json(folder / "config.json")
+    raw = _merged(read_json(folder / "config.json"), overrides or {})
     generation_file = folder / _GENERATION_FILE
     generation = read_json(generation_file) if generation_file.exists() else {}
     architecture = _architecture(raw)
@@ -38,6 +41,14 @@ def read_model_config(folder: Path) -> ModelConfig:
         architecture, ConfigReader(raw, folder / "config.json", generation)
     )
     return replace(config, quantization=read_quantization(_quantization_fields(raw, folder)))
+
+
+def _merged(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for name, value in overrides.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(name), dict)
+        merged[name] = _merged(merged[name], value) if both else value
+    return merged
 
 
 def check_architecture(folder: Path) -> None:
