@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,6 +67,18 @@ def test_probabilities_are_the_logprobs_of_openais_route(http: httpx.Client) -> 
     for entry, top in zip(entries, plain["logprobs"]["top_logprobs"], strict=True):
         assert sorted(one["logprob"] for one in entry["top_logprobs"]) == sorted(top.values())[-3:]
         assert entry["top_logprobs"][0]["id"] == entry["id"]  # greedy
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_timings_are_those_of_the_engine(http: httpx.Client, stream: bool) -> None:
+    begun = time.perf_counter()
+    text = http.post("/completion", json={"prompt": "hello", "n_predict": 8, **PLAIN, "stream": stream}).text
+    spent = (time.perf_counter() - begun) * 1e3
+    timings = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))["timings"]
+    assert timings["predicted_n"] == 8
+    assert timings["prompt_ms"] > 0 and timings["predicted_ms"] > 0
+    assert timings["prompt_ms"] + timings["predicted_ms"] <= spent
+    assert timings["predicted_per_second"] == pytest.approx(8 / timings["predicted_ms"] * 1e3)
 
 
 def test_prompts_are_texts_token_ids_or_both(http: httpx.Client) -> None:

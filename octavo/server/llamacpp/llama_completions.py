@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.core.outputs import CompletionOutput, RequestOutput
+from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.fill_in_middle import no_fill_in_middle
 from octavo.server.api_errors import unsupported
@@ -109,14 +108,11 @@ class _PendingCompletion(PendingResponse):
     def __init__(self, body: LlamaFields, generation: Generation, several: bool) -> None:
         """``several``: whether the answer is a list, one entry for each prompt."""
         self.body, self.generation, self.several = body, generation, several
-        self._begun = time.perf_counter()
-        #: Seconds from then to the first tokens of each prompt.
-        self._first: dict[int, float] = {}
 
     async def complete(self) -> bytes:
         found = []
         for number, output in enumerate(await self.generation.finish()):
-            answer = self._last(number, output, output.outputs[0])
+            answer = self._last(number, output, output.outputs[0], len(output.outputs[0].token_ids))
             answer.content, answer.tokens = output.outputs[0].text, self._tokens(output.outputs[0])
             if self.body.n_probs:
                 tracker = self.generation.track(LogprobsTracker, output)
@@ -131,7 +127,6 @@ class _PendingCompletion(PendingResponse):
         async with aclosing(self.generation.outputs()) as outputs:
             async for number, output in outputs:
                 completion = output.outputs[0]
-                self._first.setdefault(number, time.perf_counter() - self._begun)
                 predicted[number] = predicted.get(number, 0) + len(completion.token_ids)
                 chunk = LlamaCompletion(
                     index=number, content=completion.text, tokens=self._tokens(completion), stop=False, id_slot=-1
@@ -142,9 +137,7 @@ class _PendingCompletion(PendingResponse):
                     chunk.completion_probabilities = self._probabilities(tracker, completion)
                 data = event(chunk) if completion.text or completion.token_ids else b""
                 if completion.finished:
-                    last = self._last(number, output, completion)
-                    last.tokens_predicted = predicted[number]
-                    data += event(last)
+                    data += event(self._last(number, output, completion, predicted[number]))
                 if data:
                     yield data
 
@@ -166,13 +159,12 @@ class _PendingCompletion(PendingResponse):
             found.append(LlamaToken(**own, top_logprobs=likeliest))
         return found
 
-    def _last(self, number: int, output: RequestOutput, completion: CompletionOutput) -> LlamaCompletion:
-        """The whole answer but for its text, as the last event of a stream has it."""
+    def _last(
+        self, number: int, output: RequestOutput, completion: CompletionOutput, predicted: int
+    ) -> LlamaCompletion:
+        """The whole answer of ``predicted`` tokens but for its text, as the last event of a stream has it."""
         generation, prompt = self.generation, self.generation.prompts[number]
-        predicted, evaluated = len(completion.token_ids), len(prompt["prompt_token_ids"])
-        cached, spent = output.metrics.num_cached_tokens, time.perf_counter() - self._begun
-        first = self._first.get(number, spent)
-        rest = spent - first
+        evaluated, cached = len(prompt["prompt_token_ids"]), output.metrics.num_cached_tokens
         kind, word = _end(completion)
         return LlamaCompletion(
             index=number,
@@ -189,14 +181,22 @@ class _PendingCompletion(PendingResponse):
             stop_type=kind,
             stopping_word=word,
             generation_settings=_settings(generation),
-            timings=LlamaTimings(
-                prompt_n=evaluated - cached,
-                prompt_ms=first * 1e3,
-                predicted_n=predicted,
-                predicted_ms=rest * 1e3,
-                predicted_per_second=predicted / rest if rest else None,
-            ),
+            timings=_timings(output.metrics, evaluated - cached, predicted),
         )
+
+
+def _timings(times: RequestMetrics, computed: int, predicted: int) -> LlamaTimings | None:
+    """What the engine measured; None: no token was generated."""
+    if times.first_token_time is None or times.last_token_time is None:
+        return None
+    rest = times.last_token_time - times.first_token_time
+    return LlamaTimings(
+        prompt_n=computed,
+        prompt_ms=(times.first_token_time - times.arrival_time) * 1e3,
+        predicted_n=predicted,
+        predicted_ms=rest * 1e3,
+        predicted_per_second=predicted / rest if rest else None,
+    )
 
 
 def _end(completion: CompletionOutput) -> tuple[Literal["eos", "limit", "word"], str]:
