@@ -165,22 +165,16 @@ def test_running_groups_are_looked_at_a_few_times_however_many_are_preempted(
 
 
 @pytest.mark.parametrize("groups", [25, 100])
-def test_what_prompts_need_is_summed_once_however_many_are_displaced(
+def test_needs_are_summed_a_few_times_however_many_groups_are_displaced(
     groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits: dict[str, Any] = {
-        "long_prefill_token_threshold": 4,
-        "max_long_partial_prefills": groups + 1,
-        "max_num_seqs": groups + 1,
-    }
     engine = make(
-        blocks=2 * groups, max_num_batched_tokens=8 * groups, preemption_victim="least_computed",
-        **limits, **STATIC,
+        blocks=2 * groups, max_num_batched_tokens=8 * groups, max_num_seqs=groups + 1,
+        preemption_victim="least_computed", **STATIC,
     )  # fmt: skip
     for group_id in range(groups):
         engine.add(request(group_id, 7, priority=5, max_tokens=40))
     step(engine)
-    assert len(engine.scheduler.queues.prefilling) == groups
     engine.add(request(groups, 6 * groups, max_tokens=2))
     sums = 0
     add = BlocksNeeded.__add__

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -106,15 +107,20 @@ def leave_whole(server: Running, body: dict[str, Any]) -> dict[str, Any]:
 def late_streams(server: Running, http: httpx.Client, long: dict[str, Any]) -> dict[str, str]:
     """What streams of all routes send whose core stands still until they are out of time."""
     fields = {"max_tokens": 200, "ignore_eos": True, "stream": True}
-    bodies = {route: {**body, **fields} for route, body in ROUTES.items()} | {TEXT: long}
+    bodies = {route: {**body, **fields} for route, body in ROUTES.items() if route != TEXT}
     bodies["/v1/responses"] = {"input": "x", "max_output_tokens": 200, "ignore_eos": True, "stream": True}
-    texts, open_streams = {}, {}
-    with contextlib.ExitStack() as stack:
-        for route, body in bodies.items():
+    bodies[TEXT] = {**long, "prompt": long["prompt"][:24]}  # as many as run at once beside the others
+    texts: dict[str, str] = {}
+    open_streams: dict[str, Iterator[str]] = {}
+    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+
+        def begin(route: str) -> None:
             headers = {"X-Request-Id": f"late-{route}"}
-            answer = stack.enter_context(http.stream("POST", route, json=body, headers=headers))
+            answer = stack.enter_context(http.stream("POST", route, json=bodies[route], headers=headers))
             open_streams[route] = answer.iter_text()
             texts[route] = next(open_streams[route])
+
+        list(pool.map(begin, bodies))
         core = server.core_pid()
         os.kill(core, signal.SIGSTOP)
         try:

@@ -151,7 +151,7 @@ def test_a_long_list_of_tokens_becomes_its_text(tiny_server: Running) -> None:
             for token in http.post("/tokenize", json={"prompt": piece, "add_special_tokens": False}).json()["tokens"]
         ]
         assert len(json.dumps(tokens)) > LARGE
-        assert http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
+        assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == text
         wrong = http.post("/detokenize", json={"tokens": [*tokens, 10**6]})
     assert wrong.status_code == 400 and "1000000" in wrong.json()["error"]["message"]
 
