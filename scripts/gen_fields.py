@@ -10,9 +10,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from octavo.server.field_marks import Hint, Refused, marks_of
-from octavo.server.llamacpp.llama_protocol import LlamaCompletionRequest
+from octavo.server.llamacpp.llama_protocol import InfillRequest, LlamaCompletionRequest
 from octavo.server.messages.message_protocol import MessagesRequest
 from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
+from octavo.server.protocol_admin import TokenizeRequest
 from octavo.server.protocol_base import RequestModel
 from octavo.server.responses.response_protocol import ResponsesRequest
 
@@ -40,6 +41,8 @@ ROUTES: dict[str, type[RequestModel]] = {
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/completion": LlamaCompletionRequest,
+    "/infill": InfillRequest,
+    "/tokenize": TokenizeRequest,
 }
 
 

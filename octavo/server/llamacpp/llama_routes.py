@@ -28,6 +28,7 @@ def add_llama_routes(add: Callable[..., None]) -> None:
 async def apply_template(request: Request, body: ApplyTemplateRequest) -> AppliedTemplate:
     """A conversation as the model's template writes it."""
     service = service_of(request)
+    await service.model(None)
     tools = read_tools(body.tools).shown
     template = await choose(service, request, body, has_tools=tools is not None)
     return AppliedTemplate(prompt=await render_chat(service, template, body.messages, body, tools))
