@@ -124,7 +124,7 @@ def test_after_eviction_from_slots_and_host_memory(model: Path, adapters: Any, a
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_under_preemption(model: Path, adapters: Any, alone: list[Any], mode: str) -> None:
-    options = {"num_gpu_blocks_override": 26, "watermark": 0.0, "preemption_mode": mode}
+    options = {"num_gpu_blocks_override": 18, "watermark": 0.0, "preemption_mode": mode}
     if mode == "swap":
         options["num_host_blocks_override"] = 64
     outputs = run(load(model, max_loras=2, **options), adapters)
