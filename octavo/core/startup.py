@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from octavo.core.kv_groups import GroupBlocks
 
 GIB = 1 << 30
+#: Begins the lines of the log that say how far the weights are read, which a server that starts shows to anybody.
+LOADING = "loading weights"
 
 
 @dataclass(frozen=True)

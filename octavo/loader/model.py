@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
+from octavo.core.startup import GIB, LOADING
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.context import LayerContext
@@ -107,7 +108,7 @@ def _with_progress(
     options: dict[str, Any] = {"unit": "B", "unit_scale": True, "delay": _BAR_DELAY, "leave": False}
     is_shown = sys.stderr.isatty()
     read, told, begun = 0, 0, time.monotonic()
-    with tqdm(total=size, desc="loading weights", disable=not is_shown, **options) as bar:
+    with tqdm(total=size, desc=LOADING, disable=not is_shown, **options) as bar:
         for name, tensor in tensors:
             yield name, tensor
             values = tensor.rows if isinstance(tensor, GGUFRows) else tensor
@@ -115,7 +116,7 @@ def _with_progress(
             bar.update(read - bar.n)
             if not is_shown and read >= told + size / 10 and time.monotonic() > begun + _BAR_DELAY:
                 told = read
-                logger.info("loading weights: %.0f %% of %.2f GiB", 100 * read / size, size / (1 << 30))
+                logger.info("%s: %.0f %% of %.2f GiB", LOADING, 100 * read / size, size / GIB)
 
 
 def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> Network:

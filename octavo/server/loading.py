@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from socket import socket
 
 from octavo.core.server_options import ServerOptions
+from octavo.core.startup import LOADING
 
 #: Bytes of a request's head that are waited for, and seconds that all of a connection may take.
 _MAX_HEAD = 64 << 10
@@ -51,7 +52,7 @@ async def answers_while_loading(sock: socket, options: ServerOptions) -> AsyncIt
 
 
 class _LastLine(logging.Handler):
-    """Remembers the last thing that the start said."""
+    """Remembers the last thing that the start said of the weights; other lines hold what keys are to protect."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -59,7 +60,8 @@ class _LastLine(logging.Handler):
         self._line = "starting"
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._line = record.getMessage()[:200]
+        if (message := record.getMessage()).startswith(LOADING):
+            self._line = message
 
     def response(self) -> bytes:
         """The response to any request."""

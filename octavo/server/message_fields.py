@@ -26,8 +26,8 @@ def check_roles(messages: Sequence[ChatMessage], template: str) -> None:
         role = message.role
         if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
             known = ", ".join(sorted(_ROLES))
-            message_ = f"messages[{i}].role: {role[:100]!r} is none of {known}, and the chat template does not name it"
-            raise ApiError(400, message_, param="messages", code="invalid_value")
+            error = f"messages[{i}].role: {role[:100]!r} is none of {known}, and the chat template does not name it"
+            raise ApiError(400, error, param="messages", code="invalid_value")
 
 
 def further_fields(messages: Sequence[ChatMessage]) -> list[tuple[int, str]]:

@@ -61,7 +61,8 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     options.check_engine(config)
     keys = read_api_keys(options, os.environ)
     # The engine's process does not need them.
-    os.environ.pop(API_KEYS_VARIABLE, None)
+    for name in (API_KEYS_VARIABLE, "OCTAVO_API_KEY"):
+        os.environ.pop(name, None)
     endpoint = options.otlp_traces_endpoint
     tracer = Tracer(options.model_names(config.model)[0], endpoint) if endpoint else None
     _allow_many_connections()

@@ -35,6 +35,7 @@ def test_every_request_is_answered_with_503_and_the_progress_while_the_model_loa
         with listening_socket(options) as sock:
             async with answers_while_loading(sock, options), httpx.AsyncClient(base_url=url) as http:
                 logging.getLogger("octavo.loader").warning("loading weights: %d %%", 40)
+                logging.getLogger("octavo.server").warning("a path that nobody shall see")
                 body = {"messages": [{"role": "user", "content": "hi" * 100_000}]}
                 answers = [
                     await http.get("/health"),
