@@ -64,7 +64,7 @@ class Drafting:
             return
         # Workers have as many rows of logits as the budget has tokens: drafts take one each, and so do forked children.
         room = step.budget - len(step.forked_children)
-        left = min(room, self._speculator.begin_step(len(step.decodes), bool(step.prefills)))
+        left = min(room, self._speculator.begin_step(len(step.decodes), step.num_prompt_tokens))
         if left <= 0:
             return
         decodes, drafted, propose = [], [], self._speculator.propose
@@ -126,9 +126,11 @@ class Drafting:
             passing = result.draft_seconds - seconds
             self._speculator.observe_drafting(len(drafts), max(drafts, default=0), passing, caught_up, seconds)
         num_seqs = len(step.decodes) + len(step.drafted)
-        if num_seqs and not step.prefills:
-            seconds = result.seconds - result.swap_seconds - result.draft_seconds
-            self._speculator.observe_step(num_seqs, num_drafts, seconds)
+        seconds = result.seconds - result.swap_seconds - result.draft_seconds
+        if step.prefills:
+            self._speculator.observe_prompts(step.num_prompt_tokens + num_seqs + num_drafts, seconds)
+        elif num_seqs:
+            self._speculator.observe_step(num_seqs, len(step.drafted), num_drafts, seconds)
             if self._waiting is not None:
                 idle = result.idle_seconds / max(seconds, 1e-9)
                 self._waiting.observe(step.may_draft, num_accepted / num_seqs, idle)

@@ -1,26 +1,98 @@
-"""How many draft tokens a sequence gets: as many as pay, by its own acceptance and by what a row costs now."""
+"""How many draft tokens a sequence gets: from its own acceptance, and from what the rows of a step cost now."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
 from dataclasses import dataclass
 
-#: What counts of acceptance are multiplied with for each later token: of one sequence, and of all.
+from octavo.speculation.costs import LEVELS, BestLength, DraftingCosts, StepCosts, best_lengths, best_of
+
+#: What a token counts for after each later one, in a sequence's acceptance and in that of all.
 _DECAY, _DECAY_ALL = 0.9, 0.995
 #: Draft tokens for which the acceptance of all sequences stands at the beginning of one.
 _PRIOR = 3.0
-#: Tokens of a try, and steps between the tries of a sequence whose drafts do not pay: at first and at most.
-_TRY, _FIRST_PAUSE, _LONGEST_PAUSE = 2, 16, 512
-#: Sequences from which on the time of proposals counts, proposals without a token after which one step, and the next
-#: as many two, ... goes by before the next; most steps.
-_MANY, _MISSES, _LONGEST_REST = 16, 4, 3
-#: Measurements of which the median counts, and steps after which one without drafts is measured again.
-_LATEST, _FRESH = 5, 256
-#: Share of the time that the tries of a drafter with a network may take, and steps for which it is saved up.
+#: Steps until a sequence that does not draft tries a token, at first and at most.
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 512
+#: Rows that are tried at once, and what more rows than ever before may be of the most so far.
+_CHEAP_ROWS, _GROWTH = 8, 1.5
+#: Proposals without a token after which one step, and the next as many, two, ... goes by before the next; most steps.
+_MISSES, _LONGEST_REST = 4, 3
+#: Steps without drafts at the beginning.
+_PLAIN = 3
+#: Steps after which the best lengths are computed anew.
+_FRESH = 8
+#: Share of the time that may go to proposing drafts to see whether they pay, and steps whose share can be saved up.
 _TRIES_SHARE, _SAVED_STEPS = 0.01, 5000
-#: Tokens that a sequence is taken to have before any has ended, and ended ones that their mean goes back.
+#: How many times the seconds of catching up must be saved, so far as is known.
+_MARGIN = 2.0
+#: Tokens that a sequence is taken to have before any has ended, and how many ended ones their mean goes back.
 _TOKENS, _MEAN_OF = 128.0, 32
+
+
+@dataclass(slots=True)
+class Pause:
+    """Steps between tries of what does not pay."""
+
+    length: int = _FIRST_PAUSE
+    left: int = _FIRST_PAUSE
+
+    def passes(self) -> bool:
+        """A step more; whether something is to be tried in it. The next pause is twice as long."""
+        self.left -= 1
+        if self.left > 0:
+            return False
+        self.left = self.length = min(2 * self.length, _LONGEST_PAUSE)
+        return True
+
+    def reset(self) -> None:
+        """It pays."""
+        self.left = self.length = _FIRST_PAUSE
+
+
+#: What is left of counts after so many tokens.
+_KEPT, _KEPT_ALL = ([decay**n for n in range(66)] for decay in (_DECAY, _DECAY_ALL))
+
+
+@dataclass(slots=True)
+class Counts:
+    """How well drafts were accepted: decayed counts of accepted tokens, and of drafts that failed at some token."""
+
+    accepted: float
+    failed: float
+
+    @property
+    def chance(self) -> float:
+        """That a draft token is accepted when those before it are."""
+        return self.accepted / (self.accepted + self.failed)
+
+
+class Acceptance(Counts):
+    """The counts of one sequence, which are also added to those of all sequences of its kind."""
+
+    __slots__ = ("alike", "level", "misses", "pauses", "rest", "tokens", "tries")
+
+    def __init__(self, alike: Counts, number: int) -> None:
+        """Begins with the chance of all. Sequences of different ``number`` do not rest in the same steps."""
+        super().__init__(_PRIOR * alike.chance, _PRIOR * (1 - alike.chance))
+        self.alike, self.tries, self.pauses = alike, Pause(), False
+        #: The chance in steps of 1 / ``LEVELS``.
+        self.level = 0
+        self.observe(0, 0)
+        #: Proposals without a token since the last draft, and steps until the next one.
+        self.misses, self.rest = number % _MISSES, 0
+        #: Tokens of the sequence in steps in which it could have had drafts.
+        self.tokens = 0
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Adds a draft."""
+        failed, alike, self.misses = accepted < drafted, self.alike, 0
+        kept, kept_of_all = _KEPT[accepted + failed], _KEPT_ALL[accepted + failed]
+        self.accepted = found = self.accepted * kept + accepted
+        self.failed = lost = self.failed * kept + failed
+        level = int(LEVELS * found / (found + lost))
+        self.level = level if level < LEVELS else LEVELS - 1
+        alike.accepted = alike.accepted * kept_of_all + accepted
+        alike.failed = alike.failed * kept_of_all + failed
 
 
 class FixedLength:
@@ -29,8 +101,8 @@ class FixedLength:
     def __init__(self, most: int) -> None:
         self._most = most
 
-    def begin_step(self, num_seqs: int, has_prompts: bool) -> int:
-        """A step with so many decoding sequences begins, with prompts or not: most draft tokens of all of them."""
+    def begin_step(self, num_seqs: int, num_prompt_tokens: int) -> int:
+        """A step with so many decoding sequences begins: most draft tokens of all of them."""
         return num_seqs * self._most
 
     def length(self, seq_id: int, predicted: bool, backlog: int = 0) -> int:
@@ -46,8 +118,11 @@ class FixedLength:
     def found_none(self, seq_id: int) -> None:
         """The drafter proposed nothing."""
 
-    def observe_step(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
-        """A step without prompts took so long for ``num_seqs`` sequences and their draft tokens."""
+    def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
+        """A step without prompts took so long; of ``num_seqs`` sequences, ``num_drafting`` had ``num_drafts``."""
+
+    def observe_prompts(self, rows: int, seconds: float) -> None:
+        """A step with prompts took so long for so many rows."""
 
     @property
     def expected(self) -> int:
@@ -66,192 +141,170 @@ class FixedLength:
         """The sequence has ended."""
 
 
-class MedianSeconds:
-    """The median of the latest measurements, as other processes may have the processor in some; 0 before the first."""
-
-    __slots__ = ("_latest", "age", "value")
-
-    def __init__(self) -> None:
-        self._latest: deque[float] = deque(maxlen=_LATEST)
-        #: Steps since the latest one, as the owner counts them.
-        self.value, self.age = 0.0, 0
-
-    def add(self, seconds: float) -> None:
-        """Adds a measurement."""
-        self._latest.append(seconds)
-        self.value, self.age = sorted(self._latest)[(len(self._latest) - 1) // 2], 0
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether it need not be measured now; the first measurements follow each other sooner."""
-        return bool(self._latest) and self.age < (_FRESH if len(self._latest) == _LATEST else _FRESH // 4)
-
-
-@dataclass(slots=True)
-class Counts:
-    """How well drafts were accepted: decayed counts of accepted tokens, and of drafts that failed at some token."""
-
-    accepted: float
-    failed: float
-
-    @property
-    def chance(self) -> float:
-        """That a draft token is accepted when those before it are: never quite 0 or 1."""
-        return min(0.999, max(0.001, self.accepted / (self.accepted + self.failed)))
-
-    def add(self, accepted: int, failed: int, decay: float) -> None:
-        """Adds a draft."""
-        kept = decay ** (accepted + failed)
-        self.accepted = self.accepted * kept + accepted
-        self.failed = self.failed * kept + failed
-
-
-class SequenceDrafts(Counts):
-    """The counts of one sequence, which are also added to those of all sequences of its kind, and its tries."""
-
-    __slots__ = ("alike", "left", "log_chance", "misses", "now", "pause", "rest", "tokens")
-
-    def __init__(self, alike: Counts, number: int) -> None:
-        """Begins with the chance of all. Sequences of different ``number`` do not rest in the same steps."""
-        super().__init__(_PRIOR * alike.chance, _PRIOR * (1 - alike.chance))
-        self.alike = alike
-        #: Steps between tries, and to the next one.
-        self.pause = self.left = _FIRST_PAUSE
-        #: Proposals without a token since the last draft, and steps until the next one.
-        self.misses, self.rest = number % _MISSES, 0
-        #: Tokens of the sequence in steps in which it could have had drafts.
-        self.tokens = 0
-        #: The chance now, and its logarithm.
-        self.now = alike.chance
-        self.log_chance = math.log(self.now)
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Adds a draft."""
-        failed = int(accepted < drafted)
-        self.add(accepted, failed, _DECAY)
-        self.alike.add(accepted, failed, _DECAY_ALL)
-        self.tokens += accepted
-        self.misses = 0
-        self.now = self.chance
-        self.log_chance = math.log(self.now)
-
-
 class AdaptiveLength(FixedLength):
     """As many as pay. A sequence whose drafts do not pay stops drafting, and tries again at growing intervals.
 
-    Steps give most tokens a second if a draft token is computed exactly when its chance of being accepted, which falls
-    with each one before it, is more than its price: what it costs, in units of what a token costs without drafts.
+    With many sequences a row of drafts costs as much as the token of another sequence: then none drafts, but for one
+    step now and then, in which the costs are measured.
     """
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
-        self._sequences: dict[int, SequenceDrafts] = {}
-        #: Of all sequences without a prediction, and of all with one.
-        self._all = (Counts(2.0, 1.0), Counts(2.0, 1.0))
-        #: Seconds of steps without drafts by their sequences; of a token that the workers' drafter catches up with.
-        self._plain: defaultdict[int, MedianSeconds] = defaultdict(MedianSeconds)
-        self._catch_up = MedianSeconds()
-        #: By the logarithm of a step's sequences, and for this step: what a draft token adds, and a pass of the
-        #: workers' drafter, which proposes a token for each sequence that drafts.
-        self._added: defaultdict[int, tuple[MedianSeconds, MedianSeconds]]
-        self._added = defaultdict(lambda: (MedianSeconds(), MedianSeconds()))
-        self._row, self._pass = self._added[1]
-        #: Whether a step without drafts was measured; seconds of a token without drafts; the price of a draft token
-        #: if all draft, and if those do that did lately.
-        self._has_plain = False
-        self._token_seconds, self._price_for_all, self._price, self._log_price = 1.0, 0.0, 0.0, 0.0
-        #: Sequences of this step, those that draft at the price for all, and most tokens of each.
-        self._num_seqs, self._num_willing, self._each = 0, 0, most
-        #: Seconds that tries may take; draft tokens of steps and tokens of ended sequences: means of the latest.
-        self._saved, self._expected = 0.0, 0.0
-        self._mean_tokens, self._ended = _TOKENS, 0
+        self._costs, self._drafting = StepCosts(), DraftingCosts()
+        #: Seconds that tries may take; mean of the tokens of ended sequences, of how many.
+        self._saved, self._mean_tokens, self._ended = 0.0, _TOKENS, 0
         #: Whether a sequence begins to draft in this step, where it is not known what catching up costs.
         self._has_begun = False
+        #: Most tokens of each sequence.
+        self._each = most
+        #: Of all sequences without a prediction, and of all with one.
+        self._all = (Counts(2.0, 1.0), Counts(2.0, 1.0))
+        self._of: dict[int, Acceptance] = {}
+        self._best = self._joint = [BestLength(most, 1.0)] * LEVELS
+        #: Sequences of the last step that would have had drafts, had all.
+        self._num_willing = 0
+        #: Seconds of a row of steps with prompts, and draft tokens of steps without: means of the latest.
+        self._prompt_row, self._expected = 0.0, 0.0
+        #: Share of the sequences that have drafts, where they may.
+        self._share = 1.0
+        self._num_seqs, self._age, self._plain = 0, 0, 0
+        #: Tries in which costs are measured while none drafts.
+        self._tries = Pause()
+        self._measuring = False
 
-    def begin_step(self, num_seqs: int, has_prompts: bool) -> int:
-        """See ``FixedLength``. A new number of sequences begins without drafts, to know what its steps take."""
-        plain = self._plain[num_seqs]
-        plain.age += 1
-        self._num_seqs = num_seqs
-        self._row, self._pass = self._added[num_seqs.bit_length()]
-        willing, self._num_willing = min(self._num_willing or num_seqs, num_seqs), 0
-        if not (plain.is_fresh or (has_prompts and self._has_plain)):  # beside prompts it cannot be known
+    def begin_step(self, num_seqs: int, num_prompt_tokens: int) -> int:
+        """See ``FixedLength``."""
+        if num_prompt_tokens:
+            return self._begin_beside_prompts(num_seqs)
+        if num_seqs != self._num_seqs or self._age >= _FRESH:
+            self._compute_best(num_seqs)
+            self._num_seqs, self._age = num_seqs, 0
+        self._age += 1
+        self._num_willing = 0
+        if self._plain < _PLAIN or num_seqs < self._costs.smallest:
+            self._plain += 1  # to know what a step takes without drafts
+            self._age = _FRESH
             return 0
-        if plain.value:
-            self._token_seconds = plain.value / num_seqs
-        token = self._token_seconds
-        self._price_for_all = (self._row.value + self._pass.value / num_seqs) / token
-        self._price = (self._row.value + self._pass.value / willing) / token
-        self._log_price = math.log(max(1e-9, self._price))
-        self._each, self._has_begun = self._most, False
-        if num_seqs > 1 and self._pass.value:
-            # A pass costs little more for all sequences than for one: none has many more.
-            self._each = max(1, min(self._most, int(self._log_price / math.log(self._all[0].chance))))
-        return num_seqs * self._most
+        self._has_begun = False
+        self._measuring = not self._joint[-1].length
+        if not self._measuring:
+            self._tries.reset()
+        elif self._tries.passes():
+            self._age = _FRESH
+        else:
+            return 0
+        # More rows than ever before are tried in small steps.
+        limit = max(_CHEAP_ROWS, int(_GROWTH * max(num_seqs, self._costs.largest))) - num_seqs
+        self._each = self._most
+        if num_seqs > 1 and self._drafting.pass_seconds(num_seqs):
+            # A pass of the workers' drafter costs little more for all sequences than for one: none has many more.
+            level = min(LEVELS - 1, int(LEVELS * self._all[0].chance))
+            self._each = max(1, min(limit // num_seqs, self._best[level].length))
+        return limit
+
+    def _compute_best(self, num_seqs: int) -> None:
+        """The best lengths by level, where those draft that will, and where all do.
+
+        A pass of the workers' drafter costs each sequence the less the more there are.
+        """
+        costs, most = self._costs, self._most
+        seconds = self._drafting.pass_seconds(num_seqs)
+        if not seconds:
+            self._best = self._joint = best_lengths(costs, num_seqs, max(1.0, self._share * num_seqs), most)
+            return
+        willing = min(num_seqs, max(1, self._num_willing))
+        self._joint = best_lengths(costs, num_seqs, num_seqs, most, seconds)
+        self._best = best_lengths(costs, num_seqs, willing, most, self._drafting.pass_seconds(willing))
+
+    def _begin_beside_prompts(self, num_seqs: int) -> int:
+        """As ``begin_step``: beside prompts a row takes its share of the step's time, as nothing is waited for."""
+        plain = self._costs.seconds(num_seqs)
+        if not plain or not self._prompt_row or self._plain < _PLAIN:
+            return 0
+        drafting = max(1.0, self._share * num_seqs)
+        price = (self._prompt_row + self._drafting.pass_seconds(drafting) / drafting) * num_seqs / plain
+        self._best = self._joint = best_of([price * length for length in range(self._most + 1)])
+        self._age, self._measuring, self._each = _FRESH, False, self._most
+        self._num_willing, self._has_begun = 0, False
+        return num_seqs * self._most if self._best[-1].length else 0
 
     def length(self, seq_id: int, predicted: bool, backlog: int = 0) -> int:
         """See ``FixedLength``."""
-        sequence = self._sequences.get(seq_id)
-        if sequence is None:
-            sequence = self._sequences[seq_id] = SequenceDrafts(self._all[predicted], seq_id)
-        sequence.tokens += 1
-        if sequence.rest:
-            sequence.rest -= 1
+        own = self._of.get(seq_id)
+        if own is None:
+            own = self._of[seq_id] = Acceptance(self._all[predicted], seq_id)
+        own.tokens += 1
+        if own.rest:
+            own.rest -= 1
             return 0
-        if sequence.now <= self._price_for_all:
-            sequence.left -= 1
-            return 0 if sequence.left > 0 else self._try(sequence, backlog)
-        sequence.pause = sequence.left = _FIRST_PAUSE
-        if backlog and not self._pays_to_catch_up(sequence, backlog):
-            return 0
+        if self._measuring:
+            return self._try(backlog)
+        level = own.level
+        joint = self._joint[level]
+        if not joint.length:
+            own.pauses = True
+            return self._try(backlog) if own.tries.passes() else 0
+        if own.pauses:
+            own.tries.reset()
+            own.pauses = False
+        best = self._best[level]
+        if backlog:
+            cost, seconds = self._drafting.catch_up_seconds(backlog), self._seconds_to_come(own) / _MARGIN
+            if not cost:  # one sequence shows with little what it costs
+                has_begun, self._has_begun = self._has_begun, True
+                return 0 if has_begun else min(2, best.length, self._each)
+            if cost > joint.saved * seconds:
+                return 0
+            if cost > best.saved * seconds:
+                self._num_willing += 1
+                return 0
         self._num_willing += 1
-        if sequence.now <= self._price:
-            return 0
-        # The chance of the last one, sequence.now ** length, is still the price.
-        length = int(self._log_price / sequence.log_chance)
-        return length if length < self._each else self._each
+        return best.length if best.length < self._each else self._each
 
-    def _pays_to_catch_up(self, sequence: SequenceDrafts, backlog: int) -> bool:
-        """Whether half of what the first draft tokens save in the tokens to come, so far as is known, pays for it."""
-        if not (self._catch_up.value and self._row.value):  # one sequence shows what it costs
-            has_begun, self._has_begun = self._has_begun, True
-            return not has_begun
-        to_come = max(self._mean_tokens - sequence.tokens, sequence.tokens) * self._token_seconds
-        return 2 * backlog * self._catch_up.value < (sequence.now - self._price_for_all) * to_come
+    def _seconds_to_come(self, own: Acceptance) -> float:
+        """What the tokens that will follow, so far as is known, take without drafts: this sequence's part of steps."""
+        tokens = max(self._mean_tokens - own.tokens, own.tokens)
+        return tokens * self._costs.seconds(self._num_seqs) / self._num_seqs
 
-    def _try(self, sequence: SequenceDrafts, backlog: int) -> int:
-        """Few tokens if the time for them is saved up, else none. The next pause is twice as long."""
-        sequence.left = sequence.pause = min(2 * sequence.pause, _LONGEST_PAUSE)
-        cost = backlog * self._catch_up.value + _TRY * self._pass.value
+    def _try(self, backlog: int) -> int:
+        """One token if the time for it is saved up, else none."""
+        cost = self._drafting.catch_up_seconds(backlog) + self._drafting.pass_seconds(1)
         if cost > self._saved:
             return 0
         self._saved -= cost
-        return min(_TRY, self._most)
+        return 1
 
     def observe(self, drafts: list[tuple[int, int, int]]) -> None:
         """See ``FixedLength``."""
+        of = self._of
         for seq_id, drafted, accepted in drafts:
-            sequence = self._sequences.get(seq_id)
-            if sequence is not None:
-                sequence.observe(drafted, accepted)
+            own = of.get(seq_id)
+            if own is not None:
+                own.observe(drafted, accepted)
+                own.tokens += accepted
 
     def found_none(self, seq_id: int) -> None:
-        """See ``FixedLength``: with many sequences one for which nothing is found is asked for less often."""
-        sequence = self._sequences[seq_id]
-        sequence.misses += 1
-        if self._num_seqs >= _MANY:
-            sequence.rest = min(sequence.misses // _MISSES, _LONGEST_REST)
+        """See ``FixedLength``: where nothing is found for long, the drafter is asked in every fourth step."""
+        own = self._of[seq_id]
+        own.misses += 1
+        own.rest = min(own.misses // _MISSES, _LONGEST_REST)
 
-    def observe_step(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
+    def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """See ``FixedLength``."""
-        self._saved = min(self._saved, _SAVED_STEPS * _TRIES_SHARE * seconds) + _TRIES_SHARE * seconds
+        if seconds > 0:
+            self._saved = min(self._saved, _SAVED_STEPS * _TRIES_SHARE * seconds) + _TRIES_SHARE * seconds
+            largest = self._costs.largest
+            self._costs.observe(num_seqs + num_drafts, seconds)
+            if self._costs.largest > largest:  # what lies beyond was taken to cost as little
+                self._age = _FRESH
         self._expected += 0.2 * (num_drafts - self._expected)
-        plain = self._plain[num_seqs]
-        if not num_drafts:
-            plain.add(seconds)
-            self._has_plain = True
-        elif plain.value:
-            self._added[num_seqs.bit_length()][0].add(max(0.0, seconds - plain.value) / num_drafts)
+        if num_drafting:
+            self._share += 0.1 * (num_drafting / num_seqs - self._share)
+
+    def observe_prompts(self, rows: int, seconds: float) -> None:
+        """See ``FixedLength``."""
+        row = seconds / rows
+        self._prompt_row += 0.2 * (row - self._prompt_row) if self._prompt_row else row
 
     @property
     def expected(self) -> int:
@@ -263,13 +316,13 @@ class AdaptiveLength(FixedLength):
     ) -> None:
         """See ``FixedLength``."""
         if num_drafting:
-            self._pass.add(seconds / passes)
+            self._drafting.observe(num_drafting, passes, seconds)
         if catch_up_tokens:
-            self._catch_up.add(catch_up_seconds / catch_up_tokens)
+            self._drafting.observe_catch_up(catch_up_tokens, catch_up_seconds)
 
     def forget(self, seq_id: int) -> None:
         """See ``FixedLength``."""
-        sequence = self._sequences.pop(seq_id, None)
-        if sequence is not None and sequence.tokens:
+        own = self._of.pop(seq_id, None)
+        if own is not None and own.tokens:
             self._ended = min(self._ended + 1, _MEAN_OF)
-            self._mean_tokens += (sequence.tokens - self._mean_tokens) / self._ended
+            self._mean_tokens += (own.tokens - self._mean_tokens) / self._ended

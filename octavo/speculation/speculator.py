@@ -41,27 +41,31 @@ class Speculator:
         """Whether drafts of it may ever be proposed."""
         return self._drafter is not None or bool(sequence.prediction)
 
-    def begin_step(self, num_seqs: int, has_prompts: bool) -> int:
-        """A step of so many decoding sequences, with prompts or not: most draft tokens of it."""
-        return self._lengths.begin_step(num_seqs, has_prompts)
+    def begin_step(self, num_seqs: int, num_prompt_tokens: int) -> int:
+        """A step of so many decoding sequences and tokens of prompts: most draft tokens of it."""
+        return self._lengths.begin_step(num_seqs, num_prompt_tokens)
 
     def propose(self, sequence: DraftedSequence, most: int) -> list[int]:
         """Draft tokens of a sequence, at most ``most``."""
         seq_id, predicted, drafter = sequence.seq_id, bool(sequence.prediction), self._drafter
         backlog = drafter.backlog(sequence) if drafter is not None and not predicted else 0
-        length = min(most, self._lengths.length(seq_id, predicted, backlog))
-        if length <= 0 or seq_id in self._failed:
+        wanted = self._lengths.length(seq_id, predicted, backlog)
+        if wanted > most:
+            wanted = most
+        if wanted <= 0 or seq_id in self._failed:
             return []
         try:
-            tokens = self._predictions.propose(sequence, length) if predicted else []
-            if not tokens and drafter is not None and not (predicted and drafter.backlog(sequence)):
-                tokens = drafter.propose(sequence, length)[:length]
+            found = self._predictions.propose(sequence, wanted) if predicted else []
+            if not found and drafter is not None and not (predicted and drafter.backlog(sequence)):
+                found = drafter.propose(sequence, wanted)
+                if len(found) > wanted:
+                    found = found[:wanted]
         except Exception as e:
             self._fail(sequence, e)
             return []
-        if not tokens:
+        if not found:
             self._lengths.found_none(seq_id)
-        return tokens
+        return found
 
     def observe(self, drafts: list[tuple[int, int, int]]) -> None:
         """Drafts of a step were verified; each is (sequence id, tokens drafted, tokens accepted)."""
@@ -74,9 +78,13 @@ class Speculator:
         """The workers could not propose tokens for the sequence."""
         self._fail(sequence, WorkerError(message))
 
-    def observe_step(self, num_seqs: int, num_drafts: int, seconds: float) -> None:
-        """A step without prompts took so long for ``num_seqs`` sequences and their draft tokens."""
-        self._lengths.observe_step(num_seqs, num_drafts, seconds)
+    def observe_step(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
+        """A step without prompts took so long; of ``num_seqs`` sequences, ``num_drafting`` had ``num_drafts``."""
+        self._lengths.observe_step(num_seqs, num_drafting, num_drafts, seconds)
+
+    def observe_prompts(self, rows: int, seconds: float) -> None:
+        """A step with prompts took so long for so many rows."""
+        self._lengths.observe_prompts(rows, seconds)
 
     @property
     def expected(self) -> int:

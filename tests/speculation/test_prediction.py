@@ -95,13 +95,13 @@ def test_a_prediction_goes_before_the_drafter_of_the_engine_which_takes_over_whe
 def test_sequences_without_a_prediction_do_not_lower_the_chance_of_those_with_one() -> None:
     speculator = Speculator(NgramDrafter(SpeculativeConfig(method="ngram")), 4, adaptive=True)
     for number in range(60):  # wrong each time, and four rows cost what a token does
-        speculator.begin_step(1, False)
+        speculator.begin_step(1, 0)
         sequence = Tokens([1, 2, 3, 1, 2], number)
         speculator.propose(sequence, 4)
         speculator.observe([(number, 4, 0)])
-        speculator.observe_step(1, 4, 2.0)
-        speculator.begin_step(1, False)
-        speculator.observe_step(1, 0, 1.0)
-    speculator.begin_step(1, False)
+        speculator.observe_step(1, 1, 4, 2.0)
+        speculator.begin_step(1, 0)
+        speculator.observe_step(1, 0, 0, 1.0)
+    speculator.begin_step(1, 0)
     assert not speculator.propose(Tokens([1, 2, 3, 1, 2], 1000), 4)
     assert speculator.propose(Tokens([5], 1001, num_prompt_tokens=1, prediction=[6, 7]), 4) == [6, 7]
