@@ -26,6 +26,8 @@ from octavo.kernels import resolve_device
 class _Calls(OctavoEngine):
     """What both engines have."""
 
+    #: None while the engine is made, when it computes shared prefixes.
+    _figures: RequestFigures | None = None
     _processors: BatchProcessors
     _profiler: Profiler
 
@@ -62,7 +64,7 @@ class _Calls(OctavoEngine):
     def step(self) -> list[RequestOutput]:
         """As Octavo's."""
         outputs = super().step()
-        if not hasattr(self, "_figures"):  # while it is made, it computes shared prefixes
+        if self._figures is None:
             return outputs
         for output in outputs:
             tokens = sum(len(completion.token_ids) for completion in output.outputs)
@@ -74,6 +76,7 @@ class _Calls(OctavoEngine):
 
     def get_metrics(self) -> list[Metric]:
         """Figures by vLLM's names; Octavo's ``LLM.get_metrics`` has its own."""
+        assert self._figures is not None
         return self._figures.metrics(self.stats(), self.core.options.model)
 
     def start_profile(self, *_: object) -> None:
