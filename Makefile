@@ -41,6 +41,7 @@ test: $(VENV)/.installed-test kernels
 	@echo "== running the test suite"
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
+test-all: export OCTAVO_ALL_ISAS := 1
 test-all: $(VENV)/.installed-test $(VENV)/.installed-ray $(VENV)/.installed-tracing kernels
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python scripts/test_all.py $(PROCESSES) $(ARGS)
 

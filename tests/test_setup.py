@@ -15,11 +15,14 @@ from tests.test_package import ROOT, script
 
 #: Programs in place of the real ones: each writes down that it was called.
 FAKES = {
-    "cmake": 'echo cmake >> "$CALLS"; mkdir -p "$4"',
+    "cmake": 'echo "cmake ${8#*=}" >> "$CALLS"; mkdir -p "$4"',
     "ninja": 'module=$2/_cpu.so; [ ! -e "$module" ] || exit 0; '
     '[ "${3:-}" = -n ] && echo "[1/1] module" || { echo ninja >> "$CALLS"; echo built > "$module"; }',
     "python": 'case "$2" in *include*) echo "${0%/*}" ;; *) echo cpython-0 ;; esac',
 }
+#: A compiler; the program that it makes says what the processor's best instruction set is.
+COMPILER = """[ "$3" = -o ] || exit 0
+echo "#!$BASH" > "$4"; echo "echo avx512" >> "$4"; chmod +x "$4\""""
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def checkout(tmp_path: Path) -> Path:
     for folder in ("scripts", "octavo", "bin"):
         (tmp_path / folder).mkdir()
     shutil.copy(ROOT / "scripts" / "build_cpu.sh", tmp_path / "scripts")
-    for name in ("bash", "basename", "cat", "cmp", "dirname", "grep", "install", "mkdir"):
+    for name in ("bash", "basename", "cat", "chmod", "cmp", "dirname", "env", "grep", "install", "mkdir", "rm"):
         (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
     for name, body in FAKES.items():
         add_program(tmp_path, name, body)
@@ -55,7 +58,7 @@ def build(checkout: Path, **environ: str) -> tuple[str, list[str]]:
     command = ["bash", str(checkout / "scripts" / "build_cpu.sh")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr, calls.read_text().split()
+    return done.stdout + done.stderr, calls.read_text().splitlines()
 
 
 def test_the_kernels_are_compiled_once_and_as_soon_as_there_is_a_compiler(checkout: Path) -> None:
@@ -72,11 +75,32 @@ def test_the_kernels_are_compiled_once_and_as_soon_as_there_is_a_compiler(checko
     assert "Python.h; after 'apt install python3-dev'" in said and calls == []
     (checkout / "bin" / "Python.h").touch()
     said, calls = build(checkout)
-    assert "compiling the CPU kernels with g++" in said and "1 steps" in said
-    assert calls == ["cmake", "ninja"]
+    assert "compiling the CPU kernels for all instruction sets with g++" in said and "1 steps" in said
+    assert calls == ["cmake ", "ninja"]
     assert (checkout / "octavo" / "_cpu.so").read_text() == "built\n"
     said, calls = build(checkout)
-    assert (said, calls) == ("", ["cmake"])
+    assert (said, calls) == ("", ["cmake "])
+
+
+def test_the_kernels_are_compiled_for_the_instruction_sets_of_this_processor(checkout: Path) -> None:
+    add_program(checkout, "c++", COMPILER)
+    said, calls = build(checkout)
+    assert calls == ["cmake avx512", "ninja"] and "for avx512 and generic" in said
+    assert build(checkout)[1] == ["cmake avx512"]
+    assert build(checkout, OCTAVO_ALL_ISAS="1")[1] == ["cmake "]
+    add_program(checkout, "c++", COMPILER.replace("#!$BASH", "#!/no/such/processor"))
+    assert build(checkout)[1] == ["cmake "], "all, as a compiler for other machines says nothing of this one"
+
+
+def test_a_build_folder_that_was_copied_with_its_checkout_is_made_anew(checkout: Path) -> None:
+    add_program(checkout, "c++", COMPILER)
+    build(checkout)
+    [module] = checkout.glob("build/*/_cpu.so")
+    cache = module.with_name("CMakeCache.txt")
+    cache.write_text(f"CMAKE_HOME_DIRECTORY:INTERNAL={checkout}\n")
+    assert "ninja" not in build(checkout)[1]
+    cache.write_text("CMAKE_HOME_DIRECTORY:INTERNAL=/elsewhere\n")
+    assert "ninja" in build(checkout)[1]
 
 
 def test_a_build_that_fails_says_why_and_is_no_success(checkout: Path) -> None:

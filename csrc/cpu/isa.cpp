@@ -1,6 +1,9 @@
 #include "isa.hpp"
 
+#include <algorithm>
 #include <stdexcept>
+
+#include "processor_isas.hpp"
 
 namespace octavo {
 
@@ -34,32 +37,36 @@ OCTAVO_DECLARE(avx512_bf16)
 const std::vector<Isa>& available_isas() {
   static const std::vector<Isa> found = [] {
     std::vector<Isa> isas;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    [[maybe_unused]] const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#ifdef OCTAVO_EMULATED  // their kernels use AVX2 only
-    [[maybe_unused]] const bool avx512 = avx2, bf16 = avx2;
-#else
-    [[maybe_unused]] const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                                         __builtin_cpu_supports("avx512dq");
-    [[maybe_unused]] const bool bf16 =
-        avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-#endif
+    for (const std::string& name : processor_isas()) {
+      // Only then: the functions that give the tables may use its instructions too.
 #ifdef OCTAVO_HAS_avx512_bf16
-    if (bf16) isas.push_back(OCTAVO_ROW(avx512_bf16));
+      if (name == "avx512_bf16") isas.push_back(OCTAVO_ROW(avx512_bf16));
 #endif
 #ifdef OCTAVO_HAS_avx512
-    if (avx512) isas.push_back(OCTAVO_ROW(avx512));
+      if (name == "avx512") isas.push_back(OCTAVO_ROW(avx512));
 #endif
 #ifdef OCTAVO_HAS_avx2
-    if (avx2) isas.push_back(OCTAVO_ROW(avx2));
+      if (name == "avx2") isas.push_back(OCTAVO_ROW(avx2));
 #endif
-#endif
-    isas.push_back(OCTAVO_ROW(generic));
+      if (name == "generic") isas.push_back(OCTAVO_ROW(generic));
+    }
     return isas;
   }();
   return found;
+}
+
+std::vector<std::string> built_isas() {
+  return {
+#ifdef OCTAVO_HAS_avx512_bf16
+      "avx512_bf16",
+#endif
+#ifdef OCTAVO_HAS_avx512
+      "avx512",
+#endif
+#ifdef OCTAVO_HAS_avx2
+      "avx2",
+#endif
+      "generic"};
 }
 
 static const Isa*& chosen() {
@@ -78,6 +85,10 @@ void choose_isa(const std::string& name) {
     }
     names += (names.empty() ? "" : ", ") + isa.name;
   }
+  const std::vector<std::string> runs = processor_isas();
+  if (std::find(runs.begin(), runs.end(), name) != runs.end())
+    throw std::invalid_argument("the kernels were not built for the instruction set '" + name + "' but for: " + names +
+                                " (in a checkout OCTAVO_ALL_ISAS=1 make kernels builds all)");
   throw std::invalid_argument("this processor cannot run the instruction set '" + name + "'; it can run: " + names);
 }
 

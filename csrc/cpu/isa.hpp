@@ -25,13 +25,16 @@ struct Isa {
   const LoraTable* lora;
 };
 
-// What this processor can run, best first; generic is always the last.
+// The names of what was compiled, best first; generic is always the last.
+std::vector<std::string> built_isas();
+
+// Those of them that this processor can run, in that order.
 const std::vector<Isa>& available_isas();
 
 // The chosen one: the best, or that of choose_isa.
 const Isa& isa();
 
-// Throws std::invalid_argument if the processor cannot run it or it does not exist.
+// Throws std::invalid_argument if the processor cannot run it, or it was not compiled.
 void choose_isa(const std::string& name);
 
 }  // namespace octavo

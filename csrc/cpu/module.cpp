@@ -7,6 +7,7 @@
 #include "bind.hpp"
 #include "isa.hpp"
 #include "ops.hpp"
+#include "processor_isas.hpp"
 #include "threads.hpp"
 
 namespace nb = nanobind;
@@ -36,6 +37,8 @@ NB_MODULE(_cpu, m) {
     for (const Isa& isa : available_isas()) names.push_back(isa.name);
     return names;
   });
+  m.def("built_isas", &built_isas);
+  m.def("processor_isas", &processor_isas);
   m.def("isa", [] { return isa().name; });
   m.def("choose_isa", &choose_isa, nb::arg("name"));
   m.def("set_threads", [](int size, bool pin) { ThreadPool::instance().resize(size, pin); }, nb::arg("size"),

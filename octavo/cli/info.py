@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,8 +107,18 @@ def machine_facts(options: EngineConfig) -> dict[str, Any]:
         "gpus": [gpu_facts(i) for i in range(torch.cuda.device_count())],
         **gpu_software(),
         "kernels": kernels.describe(),
+        "kernels_built_for": kernels_built_for(),
         "cache": str(cache_dir()),
     }
+
+
+def kernels_built_for() -> list[str]:
+    """What the CPU kernels were compiled for, best first; empty if they were not."""
+    try:
+        names: list[str] = importlib.import_module("octavo._cpu").built_isas()
+    except ImportError:
+        return []
+    return names
 
 
 def gpu_facts(index: int) -> dict[str, Any]:

@@ -31,6 +31,8 @@ RESERVED_VARIABLES = {
     "OCTAVO_DEBUG": "1 shows the traceback of an error.",
     "OCTAVO_LOG_LEVEL": "Level of the messages that commands write, and log_level of a server.",
     "OCTAVO_CPU_ISA": "Instruction set that the CPU kernels may use at most.",
+    "OCTAVO_ALL_ISAS": "Read by scripts/build_cpu.sh: 1 compiles the CPU kernels for all instruction sets, not only "
+    "for the best that this processor has.",
     "OCTAVO_TORCH": "Read by scripts/install_torch.py: cuda or cpu.",
 }
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -276,6 +277,8 @@ def test_info_reports_the_machine(octavo: Run, capsys: pytest.CaptureFixture[str
     assert facts["devices"][0] == "cpu"
     assert facts["cpu"]
     assert facts["kernels"]
+    built = facts["kernels_built_for"]
+    assert built == [] if find_spec("octavo._cpu") is None else "generic" in built
     assert "model" not in facts
 
 
