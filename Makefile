@@ -45,7 +45,7 @@ test-all: export OCTAVO_ALL_ISAS := 1
 test-all: $(VENV)/.installed-test $(VENV)/.installed-ray $(VENV)/.installed-tracing kernels
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python scripts/test_all.py $(PROCESSES) $(ARGS)
 
-kernels: $(VENV)/.installed-build
+kernels: $(VENV)/.installed
 	@PYTHON=$(BIN)/python scripts/build_cpu.sh
 
 lint: $(VENV)/.installed-dev
@@ -96,18 +96,14 @@ $(VENV)/.created:
 	  "on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@touch $@
 
-$(VENV)/.torch: $(VENV)/.created pyproject.toml scripts/install_torch.py
-	@$(BIN)/python scripts/install_torch.py
-	@touch $@
-
-# Without the kernels, which are built in place: pip would compile them again each time, and say nothing of it.
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+# With what compiles the kernels, but without them: they are built in place.
+$(VENV)/.installed: $(VENV)/.created pyproject.toml scripts/install.py
 	@echo "== installing octavo and its requirements"
-	@$(BIN)/python -m pip install --editable . --config-settings=wheel.cmake=false
+	@$(BIN)/python scripts/install.py --editable build
 	@touch $@
 
 # Requirements of an extra, by name: octavo itself is not installed again.
-$(VENV)/.installed-%: $(VENV)/.installed scripts/install_extras.py
+$(VENV)/.installed-%: $(VENV)/.installed
 	@echo "== installing the requirements of the extra $*"
-	@$(BIN)/python scripts/install_extras.py $*
+	@$(BIN)/python scripts/install.py $*
 	@touch $@

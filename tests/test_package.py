@@ -102,13 +102,12 @@ def test_every_sampling_parameter_that_can_be_text_is_documented() -> None:
     assert set(octavo.cli.sampling_flags.HELP) == set(SamplingParams.__struct_fields__) - in_python_only
 
 
-def test_the_torch_range_is_read_from_the_project_file(tmp_path: Path) -> None:
-    install_torch = script("install_torch")
-    pyproject = tmp_path / "pyproject.toml"
-    pyproject.write_text('[project]\ndependencies = ["torchvision", "numpy", "torch>=1,<2"]\n')
-    assert install_torch.requirement(pyproject) == "torch>=1,<2"
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert install_torch.requirement() in declared
+def test_the_requirement_of_torch_is_told_from_those_of_other_packages() -> None:
+    find = script("install").torch_requirement
+    assert find(["torchvision", "torch-geometric>=1", "numpy", "torch>=1,<2"]) == "torch>=1,<2"
+    assert find(["torch"]) == "torch" and find(["torchvision"]) is None
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert find(project["optional-dependencies"]["torch"]) is not None
 
 
 CPU_INDEX = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
@@ -130,4 +129,4 @@ CPU_INDEX = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
 def test_the_cpu_build_is_asked_for_only_where_it_is_not_offered(
     offered: str | None, platform: str, environ: dict[str, str], expected: list[str]
 ) -> None:
-    assert script("install_torch").extra_options(offered, platform, environ) == expected
+    assert script("install").torch_options(offered, platform, environ) == expected

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,7 @@ def test_a_build_that_fails_says_why_and_is_no_success(checkout: Path) -> None:
 
 
 def test_extras_are_installed_by_name_without_the_package() -> None:
-    requirements = script("install_extras").requirements
+    requirements = script("install").requirements
     names = [requirement.split(">")[0] for requirement in requirements(["dev", "tracing", "ray"])]
     assert {"cmake", "nanobind", "pytest", "ruff", "opentelemetry-sdk", "ray[data]"} <= set(names)
     assert not any(name.startswith("octavo") for name in names)
@@ -122,11 +123,74 @@ def test_all_set_up_steps_together_install_the_package_once_and_leave_the_kernel
     command = ["make", "--dry-run", "demo", "test", "test-all", "lint", f"VENV={tmp_path}/venv"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=True)
     lines = done.stdout.splitlines()
-    installs = [line for line in lines if "pip install" in line]
-    assert len(installs) == 1 and "--editable . --config-settings=wheel.cmake=false" in installs[0]
     assert sum("scripts/build_cpu.sh" in line for line in lines) == 1
-    extras = [line.split()[-1] for line in lines if "install_extras.py" in line]
-    assert sorted(extras) == ["build", "dev", "ray", "test", "tracing"]
+    installs = [line.split("install.py ")[1] for line in lines if "scripts/install.py" in line]
+    assert sorted(installs) == ["--editable build", "dev", "ray", "test", "tracing"]
+
+
+@pytest.fixture
+def installer(tmp_path: Path) -> Callable[..., list[str]]:
+    """Runs scripts/install.py with fakes of pip and uv; returns what they were called with."""
+    bin_folder, package = tmp_path / "bin", tmp_path / "packages" / "pip"
+    for folder in (bin_folder, package):
+        folder.mkdir(parents=True)
+    calls = tmp_path / "calls"
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(
+        "import os, sys\n"
+        "if sys.argv[1:] == ['config', 'list']: print(os.environ['SETTINGS'])\n"
+        'elif \'--report\' in sys.argv: print(\'{"install": [{"metadata": {"version": "2.13.0+cpu"}}]}\')\n'
+        "else: print('pip', *sys.argv[1:], file=open(os.environ['CALLS'], 'a'))\n"
+    )
+
+    def run(*arguments: str, settings: str = "", uv: int | None = None) -> list[str]:
+        calls.write_text("")
+        if uv is not None:
+            program = bin_folder / "uv"
+            program.write_text(f'#!/bin/sh\necho "uv $SSL_CERT_FILE" "$@" >> "$CALLS"\nexit {uv}\n')
+            program.chmod(0o755)
+        environ = {
+            "PATH": str(bin_folder),
+            "PYTHONPATH": str(package.parent),
+            "CALLS": str(calls),
+            "SETTINGS": settings,
+        }
+        # Under a name beside which there is no uv.
+        python = tmp_path / "python"
+        python.exists() or python.symlink_to(sys.executable)
+        command = [str(python), str(ROOT / "scripts" / "install.py"), *arguments]
+        subprocess.run(command, env=environ, check=True, timeout=PATIENCE)
+        return calls.read_text().splitlines()
+
+    return run
+
+
+def test_uv_installs_by_the_settings_of_pip(installer: Callable[..., list[str]]) -> None:
+    [call] = installer(
+        "plot",
+        uv=0,
+        settings="global.index-url='https://a'\n:env:.index-url='https://b'\n"
+        "global.find-links='c d'\nglobal.cert='/e.pem'\nglobal.timeout='9'",
+    )
+    python = call.split("--python ")[1].split()[0]
+    assert call == (
+        f"uv /e.pem pip install --python {python} --index-strategy unsafe-best-match --default-index https://b "
+        "--find-links c --find-links d matplotlib>=3.8,<4"
+    )
+
+
+def test_pip_installs_where_uv_cannot_be_had_or_fails(installer: Callable[..., list[str]]) -> None:
+    assert installer("plot") == ["pip install --quiet uv>=0.8,<1", "pip install matplotlib>=3.8,<4"]
+    assert installer("plot", uv=1)[-1] == "pip install matplotlib>=3.8,<4"
+
+
+def test_pip_installs_where_it_has_a_setting_that_uv_lacks(installer: Callable[..., list[str]]) -> None:
+    assert installer("plot", uv=0, settings="global.proxy='http://a:1'") == ["pip install matplotlib>=3.8,<4"]
+
+
+def test_octavo_is_installed_in_place_without_its_kernels(installer: Callable[..., list[str]]) -> None:
+    call = installer("--editable", "build", uv=0)[-1]
+    assert "--editable . --config-settings=wheel.cmake=false cmake" in call and "nanobind" in call
 
 
 def test_what_failed_and_what_was_skipped_is_listed_with_the_reason(tmp_path: Path) -> None:

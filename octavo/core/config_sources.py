@@ -33,7 +33,7 @@ RESERVED_VARIABLES = {
     "OCTAVO_CPU_ISA": "Instruction set that the CPU kernels may use at most.",
     "OCTAVO_ALL_ISAS": "Read by scripts/build_cpu.sh: 1 compiles the CPU kernels for all instruction sets, not only "
     "for the best that this processor has.",
-    "OCTAVO_TORCH": "Read by scripts/install_torch.py: cuda or cpu.",
+    "OCTAVO_TORCH": "Read by scripts/install.py: cuda or cpu.",
 }
 
 MAX_FILE_BYTES = 1 << 20
