@@ -157,7 +157,8 @@ def installer(tmp_path: Path) -> Callable[..., list[str]]:
         }
         # Under a name beside which there is no uv.
         python = tmp_path / "python"
-        python.exists() or python.symlink_to(sys.executable)
+        if not python.exists():
+            python.symlink_to(sys.executable)
         command = [str(python), str(ROOT / "scripts" / "install.py"), *arguments]
         subprocess.run(command, env=environ, check=True, timeout=PATIENCE)
         return calls.read_text().splitlines()
