@@ -136,8 +136,14 @@ def _dispatch(argv: list[str]) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
         parser.error(f"unknown command {name!r}; {hint}")
     room = "octavo.lab.commands" if name in LAB_COMMANDS else "octavo.cli"
-    command: Command = importlib.import_module(f"{room}.{name}")
-    return command.run(command.make_parser().read(argv[1:]))
+    command = importlib.import_module(f"{room}.{name}")
+    if hasattr(command, "main"):  # one that begins something before it reads its flags
+        return int(command.main(argv[1:]))
+    return _run_command(command, argv[1:])
+
+
+def _run_command(command: Command, argv: list[str]) -> int:
+    return command.run(command.make_parser().read(argv))
 
 
 def _set_up_logging() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from octavo.cli.engine_flags import add_engine_flags, add_option_flags, read_engine_config, take_model
+import gc
+import os
+from typing import TYPE_CHECKING
+
 from octavo.cli.parsing import Arguments, Parser
-from octavo.core.config_sources import resolve_server_options
-from octavo.core.server_options import ServerOptions
+
+if TYPE_CHECKING:
+    from octavo.engine.core_start import CoreProcess
 
 PREFIX = "server"
+PROFILE_FLAG = "--profile-startup"
 
 EXAMPLE = """\
 examples:
@@ -26,23 +31,63 @@ If the engine dies, open requests fail at once, /health answers 503, and the exi
 """
 
 
+def main(argv: list[str]) -> int:
+    """Reads the flags and serves; the engine's process is started before that, so that both import at the same time."""
+    gc.disable()  # imports make many objects that stay; a server that is ready collects by its own rules
+    # Otherwise the first model of pydantic reads the entry points of all packages that are installed.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    if PROFILE_FLAG in argv:
+        from octavo.core.startup_profile import measure_imports
+
+        measure_imports()
+    process = None
+    if not {"-h", "--help"} & set(argv):
+        from octavo.engine.core_start import CoreProcess
+
+        process = CoreProcess()
+    from octavo.core.startup_profile import phase
+
+    try:
+        with phase("flags"):
+            arguments = make_parser().read(argv)
+        return run(arguments, process)
+    finally:
+        if process is not None:
+            process.kill()
+
+
 def make_parser() -> Parser:
     """The command's parser."""
+    from octavo.cli.engine_flags import add_engine_flags, add_option_flags
+    from octavo.core.server_options import ServerOptions
+
     parser = Parser(
         prog="octavo serve",
         usage="octavo serve [options] [MODEL]",
         description="Serves a model over HTTP under the routes of the OpenAI API.",
         epilog=EXAMPLE,
     )
+    parser.add_argument(
+        PROFILE_FLAG, action="store_true", help="log where the time of the start goes, by process, once it is ready"
+    )
     add_option_flags(parser, PREFIX, ServerOptions.model_fields)
     add_engine_flags(parser)
     return parser
 
 
-def run(arguments: Arguments) -> int:
-    """Serves until a signal or the death of the engine; returns the exit code."""
-    options = resolve_server_options(arguments.group(PREFIX), config_file=arguments.config)
-    config = read_engine_config(arguments, take_model(arguments))
-    from octavo.server.serve_app import serve
+def run(arguments: Arguments, process: CoreProcess | None = None) -> int:
+    """Serves until a signal or the death of the engine; returns the exit code.
 
-    return serve(config, options)
+    ``process``: the core's, if it was started ahead.
+    """
+    from octavo.cli.engine_flags import read_engine_config, take_model
+    from octavo.core.config_sources import resolve_server_options
+    from octavo.core.startup_profile import phase
+
+    with phase("options"):
+        options = resolve_server_options(arguments.group(PREFIX), config_file=arguments.config)
+        config = read_engine_config(arguments, take_model(arguments))
+    with phase("imports of the server's start"):
+        from octavo.server.serve_app import serve
+
+    return serve(config, options, process, profiles=arguments.profile_startup)

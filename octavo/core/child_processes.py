@@ -1,45 +1,18 @@
-"""Processes that an engine starts for itself: how one is started, what it says of its log and its errors, its end."""
+"""What processes that an engine starts for itself say of their logs and errors, and that they end with it."""
 
 from __future__ import annotations
 
 import logging
 import os
 import select
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 import msgspec
 
 from octavo.core.errors import OctavoError, SequenceError, reported_error
-
-
-def start_process(
-    module: str, *arguments: object, environment: Mapping[str, str] | None = None, **options: Any
-) -> subprocess.Popen[bytes]:
-    """Starts ``python -m module``, which finds modules where this process does; ``options`` are those of ``Popen``."""
-    # Modules that options name (scheduling policies) are found on the same path; -P adds nothing to it.
-    path = os.pathsep.join(os.path.abspath(part) for part in sys.path)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path, **(environment or {})},
-        process_group=0,  # Ctrl-C is for this process alone, also before the other can say that it ignores it
-        **options,
-    )
-
-
-def how_it_ended(code: int) -> str:
-    """The exit code of a process in words."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was ended by signal {-code} ({signal.Signals(-code).name})"
-    except ValueError:
-        return f"was ended by signal {-code}"
 
 
 def end_with(other: Any, clean_up: Callable[[], object] = lambda: None) -> None:

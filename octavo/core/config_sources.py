@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from octavo.core.config import EngineConfig, unknown_option
@@ -155,6 +154,8 @@ def parse_option(name: str, text: str) -> Any:
 
 
 def _parse_foreign(text: str) -> Any:
+    import yaml  # rarely needed
+
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -187,6 +188,8 @@ def _adapter(name: str) -> TypeAdapter[Any]:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
+    import yaml
+
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"configuration file {path} is larger than {MAX_FILE_BYTES} bytes")

@@ -16,6 +16,7 @@ from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import InvalidRequestError
 from octavo.core.model_config import ModelConfig
 from octavo.core.request import EngineCoreRequest, Generate
+from octavo.core.startup_profile import ProcessProfile
 from octavo.core.stats import StepStats
 
 #: A longer message to the core is refused before it is sent: the longest prompt takes 5 bytes a token.
@@ -106,6 +107,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     model_config: ModelConfig
     #: Longest sequence in tokens, prompt and output together.
     max_model_len: int
+    #: The starts of the core and of workers in processes of their own.
+    profiles: list[ProcessProfile] = []
 
 
 class StepDone(msgspec.Struct, tag=True, array_like=True):

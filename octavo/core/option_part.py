@@ -6,14 +6,13 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class OptionPart(BaseModel):
     """A part: unknown names are refused, and nothing changes after it is made."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), defer_build=True)
 
 
 def read_mapping(value: Any, example: str) -> Any:
@@ -25,6 +24,8 @@ def read_mapping(value: Any, example: str) -> Any:
         ValueError: it is no mapping.
     """
     if isinstance(value, str):
+        import yaml  # rarely needed
+
         try:
             value = yaml.safe_load(value)
         except yaml.YAMLError:

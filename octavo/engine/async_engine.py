@@ -22,8 +22,9 @@ from octavo.core.prompts import Prompt
 from octavo.core.request import EngineCoreRequest
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options_from_keywords
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+from octavo.core.startup_profile import ProcessProfile, phase
 from octavo.engine.adapter_registry import AdapterRegistry
-from octavo.engine.core_client import CoreProcess
+from octavo.engine.core_start import CoreProcess
 from octavo.engine.front_end import FrontEnd
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.model_files import check_classes, find_model
@@ -53,6 +54,8 @@ class AsyncEngine:
     model_config: ModelConfig
     #: Longest sequence in tokens, prompt and output together.
     max_model_len: int
+    #: The starts of the other processes.
+    startup_profiles: list[ProcessProfile]
     _replicas: Replicas
 
     def __init__(
@@ -140,16 +143,19 @@ class AsyncEngine:
         # Without defaults: the core knows what was asked for.
         start = partial(replicas.start, config.model_dump(exclude_unset=True), logger.getEffectiveLevel())
         try:
-            files = await asyncio.to_thread(find_model, config, partial(loop.call_soon_threadsafe, start))
+            with phase("model files and tokenizer"):
+                model = await asyncio.to_thread(find_model, config, partial(loop.call_soon_threadsafe, start))
             if config.enable_lora:  # what checks adapters, so that the first one holds up no request
                 await asyncio.to_thread(importlib.import_module, "octavo.loader.adapters.adapter_files")
-            ready = await replicas.ready()
+            with phase("waiting for the engine core"):
+                ready = await replicas.ready()
         except BaseException:
             await replicas.kill()
             raise
-        self.front_end = front_end = FrontEnd(files, ready.max_model_len, sends=True)
+        self.front_end = front_end = FrontEnd(model.with_config(ready.model_config), ready.max_model_len, sends=True)
         self.tokenizer, self.inputs, self.adapters = front_end.tokenizer, front_end.inputs, front_end.adapters
         self.model_config, self.max_model_len = ready.model_config, ready.max_model_len
+        self.startup_profiles = ready.profiles
         self.adapters.on_unpin = lambda key: replicas.send_all(Call(NO_REPLY, "unpin_adapter", [key]))
         replicas.on_step, replicas.on_death, replicas.on_lost = self._receive, self._die, self._lose
 

@@ -1,4 +1,4 @@
-"""The front end's side of the core's process: starts it, exchanges messages with it, and detects its end."""
+"""The front end's side of the core's process: exchanges messages with it, and detects its end."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import shutil
-import socket
-import subprocess
-import tempfile
 import weakref
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from octavo.core.child_processes import Failure, LogMessage, how_it_ended, start_process
+from octavo.core.child_processes import Failure, LogMessage
 from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError
 from octavo.core.messages import (
     MAX_BYTES_FROM_CORE,
@@ -30,66 +25,13 @@ from octavo.core.messages import (
     StepDone,
     ToCore,
 )
+from octavo.engine.core_start import CoreProcess
 
-#: The path of a Unix socket has at most 107 bytes.
-_LONGEST_TEMP_PATH = 70
 #: Seconds that a core may take to end.
 _END_TIMEOUT = 5.0
 
 logger = logging.getLogger("octavo")
 T = TypeVar("T")
-
-
-class CoreProcess:
-    """The process of a core: imports its modules at once, and loads a model when ``AsyncLLM`` sends ``Start``.
-
-    Starting it before the front end's own imports shortens the start. It ends when this process ends, for any reason.
-    """
-
-    def __init__(self) -> None:
-        temp = tempfile.gettempdir()
-        #: Private folder of the sockets.
-        self.folder = Path(tempfile.mkdtemp(prefix="octavo-", dir=temp if len(temp) <= _LONGEST_TEMP_PATH else "/tmp"))
-        #: Readable when the core has ended or is about to.
-        self.life, theirs = socket.socketpair()
-        with theirs:
-            descriptor = theirs.fileno()
-            self._process = start_process(
-                "octavo.engine.core_process", self.folder, descriptor, pass_fds=[descriptor], stdin=subprocess.DEVNULL
-            )
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    def end(self) -> None:
-        """Kills it, even if it is stopped or hangs, without waiting for its end."""
-        self._process.kill()
-
-    def kill(self) -> None:
-        """Kills it if it has not ended, waits for its end, and removes its sockets."""
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a call of a driver cannot be killed
-            self._process.wait(_END_TIMEOUT)
-        self.life.close()
-        self.remove_folder()
-
-    async def end_and_wait(self) -> None:
-        """As ``kill``, while the event loop runs other tasks."""
-        self.end()
-        await asyncio.to_thread(self.kill)
-
-    def remove_folder(self) -> None:
-        """Removes the sockets once the core no longer uses them."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def exit_reason(self) -> str:
-        """How the process ended; it may still be ending, for some milliseconds."""
-        try:
-            return how_it_ended(self._process.wait(timeout=0.2))
-        except subprocess.TimeoutExpired:
-            return "is ending"
 
 
 class CoreClient:

@@ -48,6 +48,7 @@ from octavo.core.messages import (
     ToCore,
     Unpin,
 )
+from octavo.core.startup_profile import ProcessProfile, phase, profile
 from octavo.engine.garbage import IdleCollector, settle_collector
 
 if TYPE_CHECKING:
@@ -185,26 +186,36 @@ def serve(folder: Path) -> None:
 def _load(front_end: FrontEndLink) -> EngineCore | None:
     """The core that the first message asks for; None if that is to shut down."""
     # While the front end looks for the model, this process imports what every model needs; torch takes longest.
-    importlib.import_module("octavo.runner.model_runner")
-    from octavo.core.config import make_config
-    from octavo.engine.core import EngineCore
+    with phase("imports"):
+        importlib.import_module("octavo.runner.model_runner")
+        from octavo.core.config import make_config
+        from octavo.engine.core import EngineCore
 
-    front_end.wait()
+    with phase("waiting for the model's folder"):
+        front_end.wait()
     start = front_end.receive()
     if not isinstance(start, Start):
         return None
     send_logs(start.log_level, front_end.send)
     try:
-        with memory_errors():
+        with memory_errors(), phase("model"):
             core = EngineCore(make_config(**start.options), Path(start.folder), start.replica)
         _check_messages(core)
-        front_end.send(Ready(core.model_config, core.max_model_len))
+        front_end.send(Ready(core.model_config, core.max_model_len, _profiles(core)))
     except OctavoError:
         raise
     except Exception:
         logger.exception("the model could not be loaded")
         raise
     return core
+
+
+def _profiles(core: EngineCore) -> list[ProcessProfile]:
+    """The start of this process, and of each worker that has one of its own."""
+    own = profile("engine core" if core.replica == 0 else f"engine core of replica {core.replica}")
+    if core.executor.in_process:
+        return [own]
+    return [own, *msgspec.convert(core.executor.collective_rpc("startup_profile"), list[ProcessProfile])]
 
 
 def _check_messages(core: EngineCore) -> None:

@@ -19,17 +19,27 @@ from octavo.scheduler.policies import policy_class
 
 
 @dataclass(frozen=True)
-class ModelFiles:
-    """A model that was found (and fetched), for an engine in this process."""
+class FoundModel:
+    """A model that was found (and fetched), without its network's configuration, which needs the network's modules."""
 
     options: EngineConfig
     folder: Path
     tokenizer: Tokenizer
-    model_config: ModelConfig
     #: The model's own values for fields of ``SamplingParams`` that a caller leaves out.
     default_sampling: Mapping[str, Any]
     #: Texts and names of the option ``shared_prefix``.
     prefixes: list[tuple[str, str]]
+
+    def with_config(self, config: ModelConfig) -> ModelFiles:
+        """The model with its configuration."""
+        return ModelFiles(**vars(self), model_config=config)
+
+
+@dataclass(frozen=True)
+class ModelFiles(FoundModel):
+    """A model with its configuration, for an engine in this process."""
+
+    model_config: ModelConfig
 
 
 def check_classes(options: EngineConfig) -> None:
@@ -70,10 +80,12 @@ def find_files(options: EngineConfig) -> ModelFiles:
             f"data_parallel_size ({options.data_parallel_size}) is for AsyncLLM and octavo serve; in one program "
             "make several engines, or use octavo.data"
         )
-    return find_model(options)
+    model = find_model(options)
+    with memory_errors():
+        return model.with_config(read_model_config(model.folder, options.hf_overrides))
 
 
-def find_model(options: EngineConfig, when_found: Callable[[Path], object] = lambda folder: None) -> ModelFiles:
+def find_model(options: EngineConfig, when_found: Callable[[Path], object] = lambda folder: None) -> FoundModel:
     """Finds (or fetches) the model; wrong names in options are refused before.
 
     ``when_found`` is called with its folder, before the tokenizer is read: a core may load the weights meanwhile.
@@ -92,5 +104,4 @@ def find_model(options: EngineConfig, when_found: Callable[[Path], object] = lam
     sampling = default_sampling(options.generation_config, folder)
     when_found(folder)
     with memory_errors():
-        config = read_model_config(folder, options.hf_overrides)
-        return ModelFiles(options, folder, find_tokenizer(options, folder), config, sampling, prefixes)
+        return FoundModel(options, folder, find_tokenizer(options, folder), sampling, prefixes)

@@ -16,7 +16,8 @@ from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError
 from octavo.core.messages import Add, Ready, Start, StepDone, ToCore
 from octavo.core.option_parts import FIRST_STEP_TIMEOUT
 from octavo.core.request import EngineCoreRequest
-from octavo.engine.core_client import CoreClient, CoreProcess
+from octavo.engine.core_client import CoreClient
+from octavo.engine.core_start import CoreProcess
 from octavo.engine.router import Router
 
 #: Output tokens that a request without a limit is expected to take.
@@ -84,7 +85,8 @@ class Replicas:
         for core in self._cores:
             if core.client.error is not None:
                 raise core.client.error
-        return msgspec.structs.replace(ready[0], max_model_len=min(r.max_model_len for r in ready))
+        profiles = [profile for r in ready for profile in r.profiles]
+        return msgspec.structs.replace(ready[0], max_model_len=min(r.max_model_len for r in ready), profiles=profiles)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

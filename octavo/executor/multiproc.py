@@ -9,9 +9,9 @@ import socket
 import subprocess
 import time
 
-from octavo.core.child_processes import how_it_ended, start_process
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
+from octavo.core.start_process import how_it_ended, start_process
 from octavo.executor.broadcast import SLOT_BYTES, SLOTS, Broadcast, shared_memory
 from octavo.executor.local_connections import LocalConnections
 from octavo.executor.remote import END_TIMEOUT, RemoteExecutor

@@ -16,6 +16,7 @@ from octavo.core.config import EngineConfig, make_config
 from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.model_config import ModelConfig
 from octavo.core.parallel import ParallelLayout
+from octavo.core.startup_profile import ProcessProfile, profile
 from octavo.executor.local_connections import LocalConnections
 
 if TYPE_CHECKING:
@@ -106,6 +107,10 @@ class Worker:
         if target is None or method.startswith("_"):
             raise ConfigError(f"workers have no method {method!r}")
         return target(*args, **kwargs)
+
+    def startup_profile(self) -> ProcessProfile:
+        """The start of this worker's process."""
+        return profile(f"worker {self.rank}")
 
     # --- start ------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.kv_spec import KVSpec, LayerGroup, group_layers
 from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.model_config import ModelConfig
+from octavo.core.startup_profile import phase
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Kernels
@@ -128,7 +129,8 @@ class LoadedModel:
     def timed(self, part: str) -> Iterator[None]:
         """Counts the seconds of a part of the start."""
         start = time.perf_counter()
-        yield
+        with phase(part):
+            yield
         self.startup_seconds[part] = time.perf_counter() - start
 
     # --- the weights ------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def _failure(code: int) -> Literal["time", "memory", "depth"]:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    from octavo.core.child_processes import start_process  # not needed in the process itself
+    from octavo.core.start_process import start_process  # not needed in the process itself
 
     pipe = subprocess.PIPE
     return start_process("octavo.sandbox.process", stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from pydantic.warnings import UnsupportedFieldAttributeWarning
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from octavo import __version__
+from octavo.core.server_options import ServerOptions
 from octavo.server import adapter_routes, admin, completions, operation, tokenization
 from octavo.server.api_errors import handle_errors
 from octavo.server.chat_completions import create_chat_completion
@@ -26,6 +31,7 @@ from octavo.server.messages.message_protocol import (
     MessageObject,
     TokenCount,
 )
+from octavo.server.metrics import Metrics
 from octavo.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestMiddleware
 from octavo.server.protocol import ChatCompletion, Completion
 from octavo.server.protocol_admin import (
@@ -47,6 +53,9 @@ from octavo.server.responses import response_routes as responses
 from octavo.server.responses.response_protocol import DeletedResponse, InputTokens, ItemList, ResponseObject
 from octavo.server.service import Service
 
+# FastAPI silences it while it builds validators; those of models that are built at their first use come later.
+warnings.filterwarnings("ignore", category=UnsupportedFieldAttributeWarning)
+
 #: Status -> its description in OpenAPI.
 _ALWAYS = {401: "No API key, or an unknown one.", 500: "The server failed; its log says more."}
 _WITH_BODY = {
@@ -62,6 +71,13 @@ _BUSY = {429: "The queue is full, or the client has taken its share; Retry-After
 
 def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     """The application for one engine; without keys no request needs authorization."""
+    app = make_routes(service.options, service.metrics, api_keys)
+    app.state.service = service
+    return app
+
+
+def make_routes(options: ServerOptions, metrics: Metrics, api_keys: Sequence[str] = ()) -> FastAPI:
+    """The application without its ``app.state.service``, which a server that still loads its engine has not yet."""
     app = FastAPI(
         title="Octavo",
         version=__version__,
@@ -78,17 +94,16 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         redoc_url=None,
         license_info={"name": "Apache-2.0"},
     )
-    app.state.service = service
     app.router.route_class = BodyRoute
-    _add_openai_routes(app)
-    _add_anthropic_routes(app)
-    _add_other_routes(app)
-    if service.options.enable_admin_routes:
-        _add_admin_routes(app)
-    if service.options.enable_lora_routes:
-        _add_adapter_routes(app)
+    with _without_pydantic_v1():
+        _add_openai_routes(app)
+        _add_anthropic_routes(app)
+        _add_other_routes(app)
+        if options.enable_admin_routes:
+            _add_admin_routes(app)
+        if options.enable_lora_routes:
+            _add_adapter_routes(app)
     handle_errors(app)
-    options = service.options
     # The middleware added last is the outermost.
     app.add_middleware(BodyLimitMiddleware, max_bytes=options.max_body_bytes, timeout=options.body_timeout)
     if api_keys:
@@ -102,8 +117,20 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(RequestMiddleware, metrics=service.metrics, log_requests=options.log_requests)
+    app.add_middleware(RequestMiddleware, metrics=metrics, log_requests=options.log_requests)
     return app
+
+
+@contextmanager
+def _without_pydantic_v1() -> Iterator[None]:
+    """FastAPI asks of every type of a route whether it is of pydantic's version 1, which takes long to import."""
+    known = "pydantic.v1" in sys.modules
+    sys.modules.setdefault("pydantic.v1", None)  # type: ignore[arg-type]  # as if it were not installed
+    try:
+        yield
+    finally:
+        if not known:
+            del sys.modules["pydantic.v1"]
 
 
 def _add_openai_routes(app: FastAPI) -> None:

@@ -34,13 +34,13 @@ class RequestModel(BaseModel):
     of the model are refused.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=(), defer_build=True)
 
 
 class ResponseModel(BaseModel):
     """A response or a part of one. Fields that were not set are not sent."""
 
-    model_config = ConfigDict(protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=(), defer_build=True)
 
     def encode(self) -> bytes:
         """As JSON."""

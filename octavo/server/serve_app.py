@@ -19,16 +19,20 @@ from typing import TYPE_CHECKING, Any
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.server_options import API_KEYS_VARIABLE, ServerOptions
+from octavo.core.start_process import SECRET_VARIABLES
+from octavo.core.startup_profile import phase, profile, table
 from octavo.engine.garbage import IDLE_INTERVAL, IdleCollector, settle_collector
 from octavo.server.api_keys import read_api_keys
 from octavo.server.loading import answers_while_loading
 
 if TYPE_CHECKING:
     import uvicorn
+    from fastapi import FastAPI
 
     from octavo.engine.async_llm import AsyncLLM
-    from octavo.engine.core_client import CoreProcess
+    from octavo.engine.core_start import CoreProcess
     from octavo.server.logging import LineWriter
+    from octavo.server.metrics import Metrics
     from octavo.server.service import Service
     from octavo.server.tracing import Tracer
 
@@ -49,19 +53,23 @@ SWITCH_INTERVAL = 0.001
 BACKLOG = 2048
 
 
-def serve(config: EngineConfig, options: ServerOptions) -> int:
+def serve(
+    config: EngineConfig, options: ServerOptions, process: CoreProcess | None = None, *, profiles: bool = False
+) -> int:
     """Serves until a signal or the death of the engine; returns the exit code.
+
+    ``process``: the core's, if it was started ahead. ``profiles``: logs where the time of the start went.
 
     Raises:
         OctavoError: an option is wrong, the address is taken, or the model cannot be loaded.
     """
-    from octavo.engine.core_client import CoreProcess
+    from octavo.engine.core_start import CoreProcess
     from octavo.server.tracing import Tracer
 
     options.check_engine(config)
     keys = read_api_keys(options, os.environ)
-    # The engine's process does not need them.
-    for name in (API_KEYS_VARIABLE, "OCTAVO_API_KEY"):
+    # What is started from here on does not need them.
+    for name in SECRET_VARIABLES:
         os.environ.pop(name, None)
     endpoint = options.otlp_traces_endpoint
     tracer = Tracer(options.model_names(config.model)[0], endpoint) if endpoint else None
@@ -69,8 +77,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL)
     open_to_all = not keys and not is_loopback(options.host)
     with listening_socket(options) as sock:
-        # Both processes import their libraries at the same time.
-        process = CoreProcess()
+        process = process or CoreProcess()
         try:
             from octavo.server.logging import start_logging
 
@@ -87,7 +94,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
                 API_KEYS_VARIABLE,
             )
         try:
-            return asyncio.run(_serve(config, options, keys, sock, process, writer, tracer))
+            return asyncio.run(_serve(config, options, keys, sock, process, writer, tracer, profiles=profiles))
         except KeyboardInterrupt:  # before the signal handlers were installed
             return EXIT_INTERRUPTED
         finally:
@@ -163,22 +170,32 @@ async def _serve(
     process: CoreProcess,
     writer: LineWriter,
     tracer: Tracer | None,
+    *,
+    profiles: bool,
 ) -> int:
     from octavo.engine.async_llm import AsyncLLM
 
+    names = options.model_names(config.model)
     async with answers_while_loading(sock, options):
         started = asyncio.ensure_future(AsyncLLM.start(config, process))
         try:
-            await asyncio.to_thread(_import_libraries)
+            app, metrics = await asyncio.to_thread(_make_routes, options, names, keys, writer)
             llm = await started
         except BaseException:
             started.cancel()
             raise
         try:
-            lifecycle = await _lifecycle(llm, options, keys, options.model_names(config.model), writer, tracer)
+            with phase("service"):
+                service = await _make_service(llm, options, metrics, names, tracer)
+                app.state.service = service
+                settle_collector()
+                lifecycle = _ServerLifecycle(service, _make_server(app, options, names))
         except BaseException:
             await llm.shutdown(0)
             raise
+    if profiles:
+        for line in table([profile("server"), *llm.startup_profiles]):
+            logger.info("%s", line)
     try:
         return await lifecycle.run(sock)
     finally:
@@ -187,21 +204,28 @@ async def _serve(
             await asyncio.to_thread(tracer.shutdown)
 
 
-async def _lifecycle(
-    llm: AsyncLLM,
-    options: ServerOptions,
-    keys: list[str],
-    names: list[str],
-    writer: LineWriter,
-    tracer: Tracer | None,
-) -> _ServerLifecycle:
-    """The server of an engine that is ready."""
-    from octavo.engine.stat_loggers import StatusLine
-    from octavo.server.app import make_app
+def _make_routes(
+    options: ServerOptions, names: list[str], keys: list[str], writer: LineWriter
+) -> tuple[FastAPI, Metrics]:
+    """The application, made while the engine loads, as are the imports of what serves it."""
+    with phase("imports of the HTTP server"):
+        for name in ("octavo.server.app", "uvicorn.lifespan.off", "octavo.server.listener"):
+            importlib.import_module(name)
+    from octavo.server.app import make_routes
     from octavo.server.metrics import Metrics
+
+    with phase("routes"):
+        metrics = Metrics(names[0], lambda: writer.dropped)
+        return make_routes(options, metrics, keys), metrics
+
+
+async def _make_service(
+    llm: AsyncLLM, options: ServerOptions, metrics: Metrics, names: list[str], tracer: Tracer | None
+) -> Service:
+    """The service of an engine that is ready, with what the options load at the start."""
+    from octavo.engine.stat_loggers import StatusLine
     from octavo.server.service import make_service
 
-    metrics = Metrics(names[0], lambda: writer.dropped)
     service = make_service(llm, options, metrics, names, tracer)
     await service.load_modules()
     for replica, stats in enumerate(await llm.replica_stats()):
@@ -209,15 +233,7 @@ async def _lifecycle(
     llm.stat_loggers.append(metrics)
     if llm.config.log_stats_interval is None:
         llm.stat_loggers.append(StatusLine())
-    settle_collector()
-    server = _make_server(make_app(service, keys), options, names)
-    return _ServerLifecycle(service, server)
-
-
-def _import_libraries() -> None:
-    """Imports the HTTP libraries, some 0.5 s, while the engine loads."""
-    for name in ("octavo.server.app", "uvicorn.lifespan.off", "octavo.server.listener"):
-        importlib.import_module(name)
+    return service
 
 
 def _make_server(app: Any, options: ServerOptions, names: list[str]) -> uvicorn.Server:

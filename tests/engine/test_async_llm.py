@@ -41,8 +41,8 @@ from octavo.core.messages import Add, ToCore, check_sendable
 from octavo.core.request_options import RequestOptions
 from octavo.core.stats import StepStats
 from octavo.engine import async_engine, core_client, front_end, replicas
-from octavo.engine.core_client import CoreProcess
 from octavo.engine.core_process import _check_messages
+from octavo.engine.core_start import CoreProcess
 from tests.busy_machine import PATIENCE, once_in_three
 
 OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 256, "max_num_seqs": 64, "num_threads": 1}
@@ -724,7 +724,7 @@ PARENT = """
 import asyncio, json, sys
 from octavo import AsyncLLM, SamplingParams
 from octavo.core.config import make_config
-from octavo.engine.core_client import CoreProcess
+from octavo.engine.core_start import CoreProcess
 
 async def main():
     process = CoreProcess()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import httpx
 from octavo.core.server_options import ServerOptions
 from octavo.server.loading import answers_while_loading
 from octavo.server.serve_app import listening_socket
+from tests.server.running_server import TINY, running
 
 PATIENCE = 120
 
@@ -85,3 +87,21 @@ def test_a_server_answers_from_its_first_moment_and_its_address_is_taken_by_then
             assert b"cannot listen" in second.communicate(timeout=PATIENCE)[1]
         finally:
             process.kill()
+
+
+def test_the_profile_says_when_each_process_did_what(tiny_model: Path, tmp_path: Path) -> None:
+    flags = ("--profile-startup", "--tensor-parallel-size", "2")
+    with running(tiny_model, tmp_path / "log", *TINY, *flags) as server:
+        log = server.wait_for_log("serving")
+    parts = re.split(r"INFO (server|engine core|worker \d): begun at ([\d.]+) s", log)[1:]
+    begins = dict(zip(parts[::3], map(float, parts[1::3]), strict=True))
+    texts = dict(zip(parts[::3], parts[2::3], strict=True))
+    assert [*texts] == ["server", "engine core", "worker 0", "worker 1"]
+    assert begins["server"] == 0 <= begins["engine core"] <= begins["worker 0"]
+    for name, phase, package in (
+        ("server", "imports of the HTTP server", "fastapi"),
+        ("engine core", "imports", "octavo.scheduler"),
+        ("worker 1", "reading and packing weights", "octavo.runner"),
+    ):
+        assert re.search(rf"INFO +[\d.]+ +\+[\d.]+  {phase}\n", texts[name]), texts[name]
+        assert re.search(rf"INFO   imports [\d.]+: .*\b{package} [\d.]+,", texts[name]), texts[name]

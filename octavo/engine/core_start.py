@@ -1,0 +1,72 @@
+"""Starts and ends the core's process. It needs little itself, so that a command can start the core before all else."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+
+from octavo.core.start_process import how_it_ended, start_process
+
+#: The path of a Unix socket has at most 107 bytes.
+_LONGEST_TEMP_PATH = 70
+#: Seconds that a core may take to end.
+_END_TIMEOUT = 5.0
+
+
+class CoreProcess:
+    """The process of a core: imports its modules at once, and loads a model when ``AsyncLLM`` sends ``Start``.
+
+    ``octavo serve`` starts it before its own imports, so that both processes import at the same time. It ends when this
+    process ends, for any reason.
+    """
+
+    def __init__(self) -> None:
+        temp = tempfile.gettempdir()
+        #: Private folder of the sockets.
+        self.folder = Path(tempfile.mkdtemp(prefix="octavo-", dir=temp if len(temp) <= _LONGEST_TEMP_PATH else "/tmp"))
+        #: Readable when the core has ended or is about to.
+        self.life, theirs = socket.socketpair()
+        with theirs:
+            descriptor = theirs.fileno()
+            self._process = start_process(
+                "octavo.engine.core_process", self.folder, descriptor, pass_fds=[descriptor], stdin=subprocess.DEVNULL
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def end(self) -> None:
+        """Kills it, even if it is stopped or hangs, without waiting for its end."""
+        self._process.kill()
+
+    def kill(self) -> None:
+        """Kills it if it has not ended, waits for its end, and removes its sockets."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a call of a driver cannot be killed
+            self._process.wait(_END_TIMEOUT)
+        self.life.close()
+        self.remove_folder()
+
+    async def end_and_wait(self) -> None:
+        """As ``kill``, while the event loop runs other tasks."""
+        self.end()
+        import asyncio
+
+        await asyncio.to_thread(self.kill)
+
+    def remove_folder(self) -> None:
+        """Removes the sockets once the core no longer uses them."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def exit_reason(self) -> str:
+        """How the process ended; it may still be ending, for some milliseconds."""
+        try:
+            return how_it_ended(self._process.wait(timeout=0.2))
+        except subprocess.TimeoutExpired:
+            return "is ending"
