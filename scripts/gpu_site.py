@@ -18,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / ".site"
-MISSING = ("msgspec", "pydantic", "fastapi", "uvicorn", "pyzmq", "gguf")
+MISSING = ("msgspec", "pydantic", "fastapi", "uvicorn", "pyzmq", "ml_dtypes", "gguf")
 #: Installed without their requirements, which the machine has.
-WITHOUT_REQUIREMENTS = ("gguf",)
+WITHOUT_REQUIREMENTS = ("gguf", "ml_dtypes")
 #: Platform tags of wheels; pip matches each exactly.
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]

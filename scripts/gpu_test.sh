@@ -9,14 +9,14 @@ python=${PYTHON:-python3}
 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONPATH
 # Only if needed: .site is built for one Python version, and would hide installed packages.
-"$python" -c 'import gguf, msgspec, pydantic, zmq' 2>/dev/null || PYTHONPATH="$PYTHONPATH:$PWD/.site"
+"$python" -c 'import gguf, ml_dtypes, msgspec, pydantic, zmq' 2>/dev/null || PYTHONPATH="$PYTHONPATH:$PWD/.site"
 
 "$python" - <<'PYTHON'
 import importlib.util
 import sys
 
-needed = """torch triton numpy transformers tokenizers safetensors msgspec pydantic yaml gguf huggingface_hub jinja2
-filelock tqdm psutil zmq pytest pytest_timeout hypothesis""".split()
+needed = """torch triton numpy ml_dtypes transformers tokenizers safetensors msgspec pydantic yaml gguf huggingface_hub
+jinja2 filelock tqdm psutil zmq pytest pytest_timeout hypothesis""".split()
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(

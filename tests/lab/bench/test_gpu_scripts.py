@@ -31,7 +31,7 @@ def test_packages_that_a_bare_python_lacks_are_listed(tmp_path: Path) -> None:
     bare.chmod(0o755)
     done = gpu_test(bare)
     assert done.returncode != 0
-    assert "lacks: torch, triton, numpy, transformers" in done.stderr
+    assert "lacks: torch, triton, numpy, ml_dtypes, transformers" in done.stderr
     assert "make gpu-site" in done.stderr
 
 
