@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.core.model_config import ModelConfig
-from octavo.engine.tokenizer import NoTokenizer, Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
 from octavo.models.config_files import read_model_config
+
+if TYPE_CHECKING:
+    from octavo.engine.tokenizer import Tokenizer
 
 
 def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) -> None:
@@ -25,6 +28,9 @@ def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) 
     draft = options.speculative_config
     if draft is None or draft.method != "draft_model":
         return
+    # The core's process needs it for this alone.
+    from octavo.engine.tokenizer import NoTokenizer, find_tokenizer
+
     assert draft.model is not None
     dummy = options.load_format == "dummy"
     try:
