@@ -7,9 +7,10 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from socket import socket
+from typing import Any
 
 from octavo.core.server_options import ServerOptions
 from octavo.core.startup import LOADING
@@ -17,6 +18,8 @@ from octavo.core.startup import LOADING
 #: Bytes of a request's head that are waited for, and seconds that all of a connection may take.
 _MAX_HEAD = 64 << 10
 _TIMEOUT = 5.0
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 
 @asynccontextmanager
@@ -42,13 +45,51 @@ async def answers_while_loading(sock: socket, options: ServerOptions) -> AsyncIt
                     pass
         writer.close()
 
-    # The server closes its socket at its end: its own descriptor.
-    server = await asyncio.start_server(answer, sock=sock.dup(), ssl=tls, limit=_MAX_HEAD)
+    waiting = _Acceptor(sock, answer, tls)
     try:
         yield
     finally:
-        server.close()
+        waiting.close()
         logging.getLogger("octavo").removeHandler(progress)
+
+
+class _Acceptor:
+    """Accepts connections until it is closed; those that it has accepted are answered all the same.
+
+    A server of asyncio leaves connections open, without an answer, whose transport is not made yet when it is closed.
+    """
+
+    def __init__(self, sock: socket, answer: Answer, tls: ssl.SSLContext | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock, self._answer, self._tls = sock, answer, tls
+        self._blocking = sock.getblocking()
+        self._tasks: set[asyncio.Task[object]] = set()
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            connection = self._sock.accept()[0]
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError:  # descriptors have run out: clients wait for the server
+            self._loop.remove_reader(self._sock)
+            return
+        connection.setblocking(False)
+        reader = asyncio.StreamReader(_MAX_HEAD)
+        protocol = asyncio.StreamReaderProtocol(reader, self._answer)
+        task = asyncio.ensure_future(self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls))
+        self._tasks.add(task)
+        task.add_done_callback(self._connected)
+
+    def _connected(self, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # such as of a handshake of TLS that fails
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._sock)
+        self._sock.setblocking(self._blocking)
 
 
 class _LastLine(logging.Handler):

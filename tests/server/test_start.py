@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from octavo.core.server_options import ServerOptions
 from octavo.server.loading import answers_while_loading
@@ -61,6 +62,29 @@ def test_every_request_is_answered_with_503_and_the_progress_while_the_model_loa
         if answer.request.method != "HEAD":
             error = answer.json()["error"]
             assert error["code"] == "loading" and "loading weights: 40 %" in error["message"]
+
+
+@pytest.mark.parametrize("turns", range(1, 5))
+def test_a_connection_that_comes_as_the_server_takes_over_is_answered(turns: int) -> None:
+    options = ServerOptions(port=free_port())
+
+    async def scenario() -> bytes:
+        with listening_socket(options) as sock:
+            async with answers_while_loading(sock, options):
+                client = socket.create_connection(("127.0.0.1", options.port))
+                client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+                for _ in range(turns):  # of the event loop, in one of which the connection is accepted
+                    await asyncio.sleep(0)
+            sock.setblocking(False)
+            client.settimeout(PATIENCE)
+            with client:
+                try:  # not accepted yet: it is the server's
+                    sock.accept()[0].close()
+                except BlockingIOError:
+                    return await asyncio.to_thread(client.recv, 100)
+        return b"HTTP/1.1 503"
+
+    assert asyncio.run(scenario()).startswith(b"HTTP/1.1 503")
 
 
 def test_a_server_answers_from_its_first_moment_and_its_address_is_taken_by_then(
