@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
+#include "denormals.hpp"
 #include "isa.hpp"
 #include "ops.hpp"
 #include "processor_isas.hpp"
@@ -77,6 +78,7 @@ NB_MODULE(_cpu, m) {
            nb::arg("sampled_rows") = 0, nb::arg("encoder") = 0, nb::arg("adapters") = 0);
   nb::class_<Op>(m, "Op").def("run", [](Op& op, const Step& step) {
     nb::gil_scoped_release release;
+    const auto mode = DenormalMode::flushed();
     op.run(step);
   });
   bind_tape(m);

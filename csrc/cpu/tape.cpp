@@ -7,6 +7,7 @@
 
 #include "bind.hpp"
 #include "communicator.hpp"
+#include "denormals.hpp"
 #include "ops.hpp"
 #include "ranges.hpp"
 #include "threads.hpp"
@@ -39,6 +40,7 @@ class Tape {
   size_t size() const { return entries_.size(); }
   void run(const Step& step) const {
     nb::gil_scoped_release release;
+    const auto mode = DenormalMode::flushed();
     ThreadPool::Busy busy;
     const Step steps[] = {step, step.over(Rows::sampled), step.over(Rows::encoder)};
     // With few rows the memory has nothing to do between products, so threads that wait fetch the next one's weights.
@@ -89,6 +91,7 @@ class HostCall : public Op {
   }
   void run(const Step& step) override {
     nb::gil_scoped_acquire acquire;
+    const auto mode = DenormalMode::kept();
     function_(step.tokens);
   }
 

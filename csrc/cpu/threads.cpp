@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "denormals.hpp"
 #include "processors.hpp"
 
 namespace octavo {
@@ -191,6 +192,7 @@ struct ThreadPool::State {
   }
 
   void work(int thread, const Processors& processors, uint32_t seen) {
+    const auto mode = DenormalMode::flushed();
     allow(processors);
     shares[thread].identity.set();
     int spins = 0;
@@ -273,6 +275,7 @@ void ThreadPool::fetch_when_idle(int thread, const void* data, int64_t bytes) {
 
 void ThreadPool::parallel_for(int64_t tasks, const std::function<void(int64_t)>& f) {
   if (tasks <= 0) return;
+  const auto mode = DenormalMode::flushed();  // as the other threads, so that it does not matter which has a task
   State& s = *state_;
   if (s.size == 1 || tasks == 1) {
     for (int64_t task = 0; task < tasks; ++task) f(task);
