@@ -24,6 +24,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from octavo.core.dtypes import DType
+from octavo.kernels.torch_arrays import to_torch
 from octavo.loader.dummy import dummy_weights
 from octavo.loader.resolve import resolve_model
 from octavo.models.config_files import read_model_config
@@ -82,13 +84,13 @@ def parts_of(folder: Path) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The tensors of each layer, and those of none."""
     network = build_without_weights(read_model_config(folder), "bfloat16")
     part, tensors = "", dict[str, Tensor]()
-    for name, tensor in dummy_weights(network, torch.bfloat16, "cpu"):
+    for name, tensor in dummy_weights(network, DType.BFLOAT16):
         here = name.split(".")[2] if name.startswith("model.layers.") else "ends"
         if here != part and tensors:
             yield part, tensors
             tensors = {}
         part = here if here != "ends" or not tensors else part
-        tensors[name] = tensor
+        tensors[name] = to_torch(tensor)
     yield "last", tensors
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
+import numpy as np
+from safetensors.numpy import save_file
 
 
 def write_adapter(folder: Path, model: Path, *, rank: int = 4, seed: int = 1) -> Path:
@@ -14,13 +14,13 @@ def write_adapter(folder: Path, model: Path, *, rank: int = 4, seed: int = 1) ->
     config = json.loads((model / "config.json").read_text())
     width, head_dim = config["hidden_size"], config["hidden_size"] // config["num_attention_heads"]
     outputs = {"q_proj": width, "v_proj": head_dim * config["num_key_value_heads"]}
-    numbers = torch.Generator().manual_seed(seed)
+    numbers = np.random.default_rng(seed)
     tensors = {}
     for layer in range(config["num_hidden_layers"]):
         for name, output in outputs.items():
             module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, width, generator=numbers)
-            tensors[f"{module}.lora_B.weight"] = torch.randn(output, rank, generator=numbers)
+            tensors[f"{module}.lora_A.weight"] = numbers.standard_normal((rank, width), np.float32)
+            tensors[f"{module}.lora_B.weight"] = numbers.standard_normal((output, rank), np.float32)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {

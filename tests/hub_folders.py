@@ -6,9 +6,11 @@ import json
 import shutil
 from pathlib import Path
 
-import torch
+import numpy as np
 from safetensors.torch import save_file
 
+from octavo.core.dtypes import DType
+from octavo.kernels.torch_arrays import to_torch
 from octavo.loader.gguf_weights import GGUFCheckpoint
 from octavo.loader.model_cache import cache_dir, publish
 from octavo.loader.resolve import gguf_source, resolve_model
@@ -32,8 +34,8 @@ def hub_folder(model: str, dtype: str) -> Path:
         (folder / "config.json").write_text(json.dumps(config))
         network = build_without_weights(read_model_config(source), "float32")
         shapes = network.tensor_shapes()
-        tensors = GGUFCheckpoint(file, network.config, shapes).read(shapes, [], getattr(torch, dtype))
-        weights = {name: tensor for name, tensor in tensors if isinstance(tensor, torch.Tensor)}
+        tensors = GGUFCheckpoint(file, network.config, shapes).read(shapes, [], DType(dtype))
+        weights = {name: to_torch(tensor) for name, tensor in tensors if isinstance(tensor, np.ndarray)}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
     return publish(cache_dir() / "tests" / f"{source.name}-{dtype}", fill)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.kernels.lora import LowRankPart
+from octavo.kernels.torch_arrays import torch_dtype
 
 Adapter = Sequence[LowRankPart | None]
 
@@ -22,23 +25,23 @@ def make_adapter(inputs: int, outputs: Sequence[int], ranks: Sequence[int], seed
     parts: list[LowRankPart | None] = []
     for i, (size, rank) in enumerate(zip(outputs, ranks, strict=True)):
         down, up = random(rank, inputs, seed=10 * seed + i), random(size, rank, seed=-10 * seed - i - 1)
-        parts.append(LowRankPart(down / inputs**0.5, up / max(1, rank) ** 0.5) if rank else None)
+        parts.append(LowRankPart((down / inputs**0.5).numpy(), (up / rank**0.5).numpy()) if rank else None)
     return parts
 
 
 def exact(
-    adapters: Sequence[Adapter | None], outputs: Sequence[int], slots: Sequence[int], x: Tensor, dtype: torch.dtype
+    adapters: Sequence[Adapter | None], outputs: Sequence[int], slots: Sequence[int], x: Tensor, dtype: DType
 ) -> tuple[Tensor, Tensor]:
     """What is added to each row, and how far it may be off: down(x) may be rounded to the next number of ``dtype``."""
-    x = x.to(dtype).double()
+    x = x.to(torch_dtype(dtype)).double()
     added, bound = torch.zeros(len(x), sum(outputs), dtype=torch.float64), torch.zeros(len(x), sum(outputs)).double()
-    eps = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
+    eps = 2.0**-8 if dtype is DType.BFLOAT16 else 2.0**-20
     starts = [0, *itertools.accumulate(outputs)]
     for row, slot in enumerate(slots):
         adapter = adapters[slot] if slot >= 0 else None
         for part, start, size in zip(adapter or (), starts, outputs, strict=False):
             if part is not None:
-                down, up = (matrix.to(dtype).double() for matrix in part)
+                down, up = (torch.from_numpy(matrix.astype(dtype.numpy).astype(np.float64)) for matrix in part)
                 shrunk = down @ x[row]
                 added[row, start : start + size] = up @ shrunk
                 bound[row, start : start + size] = up.abs() @ (shrunk.abs() + down.abs() @ x[row].abs() / 64) * eps

@@ -1,9 +1,11 @@
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "bind.hpp"
@@ -225,12 +227,22 @@ OpPtr head_products(std::vector<Weights> weights, uintptr_t x, int64_t x_stride,
                                         x_dtype, product, out_head_stride);
 }
 
-std::shared_ptr<PackedLinear> pack_linear(uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype,
-                                          uintptr_t bias, bool gate_up, int pieces) {
+// A matrix: address, rows, and elements from row to row.
+using Part = std::tuple<uintptr_t, int64_t, int64_t>;
+
+std::shared_ptr<PackedLinear> pack_linear(const std::vector<Part>& parts, int64_t k, Dtype dtype, uintptr_t bias,
+                                          bool gate_up, int pieces) {
   nb::gil_scoped_release release;
-  return std::make_shared<PackedLinear>(reinterpret_cast<const void*>(weight), n, k, row_stride, dtype,
-                                        reinterpret_cast<const float*>(bias),
-                                        gate_up ? PackedLinear::Order::gate_up : PackedLinear::Order::plain, pieces);
+  std::vector<const void*> rows;
+  for (const auto& [address, count, stride] : parts) {
+    if (stride < k)
+      throw std::invalid_argument("row stride " + std::to_string(stride) + " is less than k " + std::to_string(k));
+    const int64_t bytes = stride * (dtype == Dtype::bf16 ? 2 : 4);
+    for (int64_t row = 0; row < count; ++row)
+      rows.push_back(reinterpret_cast<const char*>(address) + row * bytes);
+  }
+  const auto order = gate_up ? PackedLinear::Order::gate_up : PackedLinear::Order::plain;
+  return std::make_shared<PackedLinear>(rows, k, dtype, reinterpret_cast<const float*>(bias), order, pieces);
 }
 
 }  // namespace
@@ -243,10 +255,11 @@ void bind_gemm(nb::module_& m) {
       .def_prop_ro("dtype", [](const PackedLinear& p) { return p.view().dtype; })
       .def_prop_ro("gate_up", [](const PackedLinear& p) { return p.order() == Order::gate_up; })
       .def_prop_ro("nbytes", &PackedLinear::nbytes);
-  m.def("pack_linear", &pack_linear, nb::arg("weight"), nb::arg("n"), nb::arg("k"), nb::arg("row_stride"),
-        nb::arg("dtype"), nb::arg("bias") = 0, nb::arg("gate_up") = false, nb::arg("pieces") = 1,
-        "A packed copy of weight [n, k] and bias [n] (float32), given by address; with gate_up the first half of the "
-        "rows is the gate's, the second half up's. Products sum k in so many equal pieces, joined as a binary tree.");
+  m.def("pack_linear", &pack_linear, nb::arg("parts"), nb::arg("k"), nb::arg("dtype"), nb::arg("bias") = 0,
+        nb::arg("gate_up") = false, nb::arg("pieces") = 1,
+        "A packed copy of the rows of all parts (address, rows, elements from row to row) and of bias (float32, by "
+        "address); with gate_up the first half of the rows is the gate's, the second half up's. Products sum k in so "
+        "many equal pieces, joined as a binary tree.");
   m.def("linear", &linear, nb::arg("weights"), nb::arg("x"), nb::arg("x_stride"), nb::arg("x_dtype"), nb::arg("out"),
         nb::arg("out_stride"), nb::arg("out_dtype"), nb::arg("add") = 0, nb::arg("add_stride") = 0,
         nb::arg("activation") = Activation::none,

@@ -45,13 +45,14 @@ void pack_floats(const float* const* rows, int64_t k, float* packed) {
 }
 
 template <typename T, typename Word, typename PackRows>
-void pack_groups(const T* weight, int64_t row_stride, int64_t n, int64_t k, PackedLinear::Order order, Word* packed,
+void pack_groups(const std::vector<const void*>& matrix, int64_t k, PackedLinear::Order order, Word* packed,
                  int64_t group_words, PackRows pack_rows) {
+  const auto n = static_cast<int64_t>(matrix.size());
   parallel_for(groups_of(n, order), [&](int64_t group) {
     const T* rows[kGroup];
     for (int c = 0; c < kGroup; ++c) {
       const int64_t row = row_of(group, c, n, order);
-      rows[c] = row < 0 ? nullptr : weight + row * row_stride;
+      rows[c] = row < 0 ? nullptr : static_cast<const T*>(matrix[row]);
     }
     pack_rows(rows, k, packed + group * group_words);
   });
@@ -59,13 +60,12 @@ void pack_groups(const T* weight, int64_t row_stride, int64_t n, int64_t k, Pack
 
 }  // namespace
 
-PackedLinear::PackedLinear(const void* weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype,
-                           const float* bias, Order order, int pieces)
+PackedLinear::PackedLinear(const std::vector<const void*>& rows, int64_t k, Dtype dtype, const float* bias, Order order,
+                           int pieces)
     : order_(order), k_(k) {
+  const auto n = static_cast<int64_t>(rows.size());
   if (n < 1 || k < 1)
     throw std::invalid_argument("a matrix of " + std::to_string(n) + " x " + std::to_string(k) + " cannot be packed");
-  if (row_stride < k)
-    throw std::invalid_argument("row stride " + std::to_string(row_stride) + " is less than k " + std::to_string(k));
   if (dtype != Dtype::f32 && dtype != Dtype::bf16)
     throw std::invalid_argument("weights must be float32 or bfloat16");
   if (order == Order::gate_up && n % 2 != 0)
@@ -87,11 +87,9 @@ PackedLinear::PackedLinear(const void* weight, int64_t n, int64_t k, int64_t row
   data_ = allocate_weights(static_cast<size_t>(nbytes_));
   view_.data = data_.get();
   if (bf16)
-    pack_groups(static_cast<const uint16_t*>(weight), row_stride, n, k, order, static_cast<uint32_t*>(data_.get()),
-                group_words, pack_pairs);
+    pack_groups<uint16_t>(rows, k, order, static_cast<uint32_t*>(data_.get()), group_words, pack_pairs);
   else
-    pack_groups(static_cast<const float*>(weight), row_stride, n, k, order, static_cast<float*>(data_.get()),
-                group_words, pack_floats);
+    pack_groups<float>(rows, k, order, static_cast<float*>(data_.get()), group_words, pack_floats);
   if (bias == nullptr) return;
   float* packed_bias = static_cast<float*>(data_.get()) + view_.groups * group_words;
   for (int64_t i = 0; i < bias_floats; ++i) {

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "gemm.hpp"
 
@@ -16,10 +17,9 @@ class PackedLinear {
     gate_up,  // rows 0 .. n / 2 are the gate's and the others up's: each group takes 8 of both
   };
 
-  // weight [n, k] of the given type (float32 or bfloat16), rows `row_stride` elements apart; bias [n] float32 or null.
+  // rows: where each of the n rows of k numbers of the given type (float32 or bfloat16) is; bias [n] float32 or null.
   // Both are copied. Products sum k in so many pieces, 1, 2 or 4. Throws std::invalid_argument.
-  PackedLinear(const void* weight, int64_t n, int64_t k, int64_t row_stride, Dtype dtype, const float* bias,
-               Order order, int pieces);
+  PackedLinear(const std::vector<const void*>& rows, int64_t k, Dtype dtype, const float* bias, Order order, int pieces);
 
   const WeightView& view() const { return view_; }
   Order order() const { return order_; }

@@ -78,9 +78,8 @@ def run(arguments: Arguments) -> int:
 def machine_facts(options: EngineConfig) -> dict[str, Any]:
     """Versions, processor, memory and its limits (bytes), devices, and the kernels that the engine would use."""
     import psutil
-    import torch
 
-    from octavo.kernels import load_kernels, resolve_device
+    from octavo.kernels import load_kernels, num_gpus, resolve_device
     from octavo.loader.model_cache import cache_dir
     from octavo.runner.memory import available_memory, memory_limits
 
@@ -89,11 +88,10 @@ def machine_facts(options: EngineConfig) -> dict[str, Any]:
     return {
         "octavo": __version__,
         "python": platform.python_version(),
-        "torch": str(torch.__version__),
+        "torch": installed_version("torch"),
         "platform": platform.platform(),
         "cpu": cpu_name(),
         "instruction_sets": instruction_sets(),
-        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cores": {
             "physical": psutil.cpu_count(logical=False),
             "logical": psutil.cpu_count(),
@@ -103,9 +101,11 @@ def machine_facts(options: EngineConfig) -> dict[str, Any]:
         "memory_limits": [
             {"from": limit.source, "limit": limit.limit, "used": limit.used} for limit in memory_limits()
         ],
-        "devices": ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))],
-        "gpus": [gpu_facts(i) for i in range(torch.cuda.device_count())],
-        **gpu_software(),
+        "devices": ["cpu", *(f"cuda:{i}" for i in range(num_gpus()))],
+        "gpus": gpu_facts(),
+        "cuda": cuda_version(),
+        "gpu_driver": gpu_driver(),
+        "triton": installed_version("triton"),
         "kernels": kernels.describe(),
         "kernels_built_for": kernels_built_for(),
         "cache": str(cache_dir()),
@@ -121,31 +121,36 @@ def kernels_built_for() -> list[str]:
     return names
 
 
-def gpu_facts(index: int) -> dict[str, Any]:
-    """A GPU's name, memory (bytes), compute capability and multiprocessors."""
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
-    return {
-        "name": properties.name,
-        "memory_bytes": {"total": total, "available": free},
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-    }
-
-
-def gpu_software() -> dict[str, Any]:
-    """Versions of CUDA, the GPU driver and Triton; None if absent."""
+def installed_version(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
     import importlib.metadata
 
-    import torch
-
     try:
-        triton = importlib.metadata.version("triton")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        triton = None
-    return {"cuda": torch.version.cuda, "gpu_driver": gpu_driver(), "triton": triton}
+        return None
+
+
+def gpu_facts() -> list[dict[str, Any]]:
+    """Each GPU's name, memory (bytes), compute capability and multiprocessors."""
+    from octavo.kernels import num_gpus
+
+    if not num_gpus():
+        return []
+    from octavo.kernels.torch_limits import describe_gpus
+
+    return describe_gpus()
+
+
+def cuda_version() -> str | None:
+    """That of torch; None where no GPU is seen."""
+    from octavo.kernels import num_gpus
+
+    if not num_gpus():
+        return None
+    from octavo.kernels.torch_limits import cuda_version
+
+    return cuda_version()
 
 
 def limit_facts() -> dict[str, Any]:
@@ -154,11 +159,13 @@ def limit_facts() -> dict[str, Any]:
     Raises:
         ConfigError: there is no GPU, and the compiled kernels, which the measurement needs, are not built.
     """
-    import torch
+    from octavo.kernels import num_gpus
 
-    from octavo.kernels.device_limits import measure_device
+    measured = []
+    if count := num_gpus():
+        from octavo.kernels.torch_limits import measure_device
 
-    measured = [measure_device(f"cuda:{i}") for i in range(torch.cuda.device_count())]
+        measured = [measure_device(f"cuda:{i}") for i in range(count)]
     facts = {} if measured and find_spec("octavo._cpu") is None else _cpu_limit_facts()
     gpus = [
         {
@@ -173,7 +180,7 @@ def limit_facts() -> dict[str, Any]:
 
 
 def _cpu_limit_facts() -> dict[str, Any]:
-    from octavo.kernels.device_limits import measure_cpu
+    from octavo.kernels.cpu_limits import measure_cpu
 
     try:
         limits = measure_cpu()

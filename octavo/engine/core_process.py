@@ -185,7 +185,7 @@ def serve(folder: Path) -> None:
 
 def _load(front_end: FrontEndLink) -> EngineCore | None:
     """The core that the first message asks for; None if that is to shut down."""
-    # While the front end looks for the model, this process imports what every model needs; torch takes longest.
+    # While the front end looks for the model, this process imports what every model needs.
     with phase("imports"):
         importlib.import_module("octavo.runner.model_runner")
         from octavo.core.config import make_config
@@ -251,4 +251,4 @@ def main(arguments: list[str]) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(code)  # all messages have been sent; destroying torch and the weights would only take time
+    os._exit(code)  # all messages have been sent; freeing the weights would only take time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import partial
 from typing import Any
 
@@ -168,13 +169,12 @@ class ExternalLauncherExecutor(UniprocExecutor):
             )
 
     def shutdown(self) -> None:
-        """Drops the worker and leaves the process group."""
+        """Drops the worker and leaves the process group, if it has joined one: torch was imported for it then."""
         if self._worker is None:
             return
-        import torch.distributed as dist
-
         self._worker = None
-        if dist.is_initialized():
+        dist = sys.modules.get("torch.distributed")
+        if dist is not None and dist.is_initialized():
             dist.destroy_process_group()
 
     def _lose(self, reason: str) -> EngineDeadError:

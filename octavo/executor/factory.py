@@ -12,7 +12,7 @@ from octavo.executor.executor import Executor
 from octavo.executor.external import ExternalLauncherExecutor
 from octavo.executor.uniproc import UniprocExecutor
 from octavo.executor.worker import WorkerSpec
-from octavo.kernels import resolve_device
+from octavo.kernels import num_gpus, resolve_device
 
 
 def make_executor(options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int = 0) -> Executor:
@@ -40,7 +40,7 @@ def choose_executor(options: EngineConfig) -> Callable[[EngineConfig, WorkerSpec
     """The class of the executor that ``options`` ask for, or that suits the machine."""
     backend = options.distributed_executor_backend
     if backend is None:
-        # A replica on a GPU sees its own alone, which has to be said before its process imports torch.
+        # A replica on a GPU sees its own alone, which has to be said before its process looks for one.
         alone = options.world_size == 1 and (options.data_parallel_size == 1 or resolve_device(options.device) == "cpu")
         backend = "uni" if alone else "mp" if _machine_has_devices(options) else "ray"
     if backend == "uni":
@@ -60,6 +60,4 @@ def _machine_has_devices(options: EngineConfig) -> bool:
     """Whether this machine has a device for each worker, or there is no Ray that might know of other machines."""
     if resolve_device(options.device) == "cpu" or importlib.util.find_spec("ray") is None:
         return True
-    import torch
-
-    return torch.cuda.device_count() >= options.world_size * options.data_parallel_size
+    return num_gpus() >= options.world_size * options.data_parallel_size

@@ -62,13 +62,11 @@ class MultiprocExecutor(RemoteExecutor):
         Raises:
             ConfigError: there are too few.
         """
-        from octavo.kernels import resolve_device
+        from octavo.kernels import num_gpus, resolve_device
 
         if resolve_device(self._options.device) == "cpu":
             return []
-        import torch
-
-        options, world, there = self._options, self._layout.world_size, torch.cuda.device_count()
+        options, world, there = self._options, self._layout.world_size, num_gpus()
         if there < world * options.data_parallel_size:
             raise ConfigError(
                 f"tensor_parallel_size ({options.tensor_parallel_size}) x pipeline_parallel_size "

@@ -1,4 +1,4 @@
-"""A worker: created first, it gets its device, its model and its KV cache by calls. Imports torch when told to."""
+"""A worker: created first, it gets its device, its model and its KV cache by calls. Imports what computes then."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from octavo.core.model_config import ModelConfig
 from octavo.core.parallel import ParallelLayout
 from octavo.core.startup_profile import ProcessProfile, profile
 from octavo.executor.local_connections import LocalConnections
+from octavo.kernels import require_torch
 
 if TYPE_CHECKING:
     from octavo.runner.cache_sizing import CacheSizing
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from octavo.runner.ranks import Ranks
 
 logger = logging.getLogger("octavo")
+
+#: What torch.distributed connects.
+_APART = "workers that share no memory"
 
 
 class WorkerSpec(msgspec.Struct):
@@ -115,22 +119,34 @@ class Worker:
     # --- start ------------------------------------------------------------------------------------------------------
 
     def open_store(self) -> tuple[str, int] | None:
-        """On the first worker, opens the store through which torch.distributed connects all: its host and port."""
+        """On the first worker, opens the store through which torch.distributed connects all: its host and port.
+
+        Raises:
+            ConfigError: torch is not installed.
+        """
         if self.rank:
             return None
-        from torch.distributed import TCPStore
+        require_torch(_APART)
+        from octavo.executor.torch_connections import open_store
 
         host = own_address()
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = open_store(host)
         return host, self._store.port
 
     def init_device(self, store: tuple[str, int] | None = None) -> None:
-        """Connects the worker with the others; ``store`` is where ``open_store`` has opened it, if it is needed."""
-        from octavo.executor.rank_connections import connect_local, connect_torch
+        """Connects the worker with the others; ``store`` is where ``open_store`` has opened it, if it is needed.
 
+        Raises:
+            ConfigError: torch is needed and not installed.
+        """
         if self._connections is not None:
+            from octavo.executor.rank_connections import connect_local
+
             self._ranks = connect_local(self.layout, self._connections)
-        else:
+        elif self.layout.world_size > 1:
+            require_torch(_APART)
+            from octavo.executor.torch_connections import connect_torch
+
             self._ranks = connect_torch(self.layout, self.options.device, store, self._store)
 
     def load_model(self) -> None:

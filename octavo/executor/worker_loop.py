@@ -115,7 +115,7 @@ class WorkerLoop:
 
     @property
     def _computes_at_once(self) -> bool:
-        return self.worker.runner.device.type == "cpu"
+        return self.worker.runner.device_name == "cpu"
 
     def _finish_step(self) -> None:
         try:
@@ -161,4 +161,4 @@ def main(arguments: list[str]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(0)  # destroying torch and the weights would only take time
+    os._exit(0)  # freeing the weights would only take time

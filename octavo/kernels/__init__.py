@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.core.errors import ConfigError
@@ -18,6 +20,31 @@ BACKENDS = ("cpu", "triton", "reference")
 
 logger = logging.getLogger("octavo")
 
+#: Files of drivers: of Linux, of its guest on Windows, of Tegra boards.
+_GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia", "/dev/dxg", "/dev/nvmap")
+
+
+def require_torch(what: str) -> None:
+    """Refuses what needs torch where it is not installed.
+
+    Raises:
+        ConfigError: it is not; the message names ``what`` and says what to install.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"{what} need torch, which is not installed: pip install 'octavo[torch]'")
+
+
+def num_gpus() -> int:
+    """GPUs that torch sees; 0 without it. Where there is no sign of one, torch is not imported to ask."""
+    if not _may_have_gpu() or importlib.util.find_spec("torch") is None:
+        return 0
+    return int(importlib.import_module("octavo.kernels.torch_arrays").num_gpus())
+
+
+def gpu_name() -> str:
+    """Name of the process's current GPU; there must be one."""
+    return str(importlib.import_module("octavo.kernels.torch_arrays").gpu_name())
+
 
 def resolve_device(name: str) -> str:
     """The device for ``EngineConfig.device``: "cpu" or "cuda" (the process's current GPU).
@@ -27,14 +54,18 @@ def resolve_device(name: str) -> str:
     """
     if name == "cpu":
         return "cpu"
-    import torch
-
-    if torch.cuda.is_available():
+    if num_gpus():
         return "cuda"
     if name == "auto":
         return "cpu"
-    why = "was built without CUDA" if torch.version.cuda is None else "sees no GPU; does nvidia-smi?"
-    raise ConfigError(f"device={name!r}: torch {torch.__version__} {why}")
+    require_torch(f"device={name!r}: GPUs")
+    why = importlib.import_module("octavo.kernels.torch_arrays").why_no_gpu()
+    raise ConfigError(f"device={name!r}: {why}")
+
+
+def _may_have_gpu() -> bool:
+    """Whether a driver of GPUs is there."""
+    return any(Path(place).exists() for place in _GPU_FILES)
 
 
 def load_kernels(
@@ -70,6 +101,11 @@ def load_kernels(
     if obstacle is not None:
         if name != "auto":
             raise ConfigError(f"the {name} kernels cannot serve: {obstacle}")
+        if importlib.util.find_spec("torch") is None:
+            raise ConfigError(
+                f"the {wanted} kernels cannot serve: {obstacle}. The reference kernels can, many times slower, with "
+                "torch: pip install 'octavo[torch]'"
+            )
         logger.warning("the %s kernels cannot serve (%s): the reference does, many times slower", wanted, obstacle)
         wanted = "reference"
     if wanted == "reference" and gpu and deterministic:
@@ -95,6 +131,8 @@ def load_kernels(
 
 def _obstacle(name: str, gpu: bool, head_dim: int) -> str | None:
     """Why a backend cannot be used, or None."""
+    if name != "cpu" and importlib.util.find_spec("torch") is None:
+        return "torch is not installed: pip install 'octavo[torch]'"
     if name == "reference":
         return None
     if head_dim % 8:
@@ -103,7 +141,7 @@ def _obstacle(name: str, gpu: bool, head_dim: int) -> str | None:
         if gpu:
             return "they compute on a CPU; leave kernels at auto or set device='cpu'"
         if importlib.util.find_spec("octavo._cpu") is None:
-            return "octavo._cpu was not built; install with a C++17 compiler at hand"
+            return "octavo._cpu was not built; install octavo again with a C++17 compiler at hand"
         return None
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; torch's CUDA builds bring it"

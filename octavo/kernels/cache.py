@@ -6,19 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from octavo.core.kv_spec import KVSpec, LayerGroup
+from octavo.kernels.arrays import Array
 
 
 @dataclass(slots=True)
 class LayerCache:
     """KV cache of one layer, in the layout of the backend that made it."""
 
-    key: Tensor
-    #: The same tensor as ``key`` in a latent cache.
-    value: Tensor
+    key: Array
+    #: The same array as ``key`` in a latent cache.
+    value: Array
     #: KV group of the layer: index of its block tables and slot mapping in the batch.
     group: int = field(default=0, kw_only=True)
 
@@ -80,12 +78,6 @@ def check_pairs(pairs: Sequence[tuple[int, int]], sources: int, targets: int) ->
             raise IndexError(
                 f"cannot copy block {source} of {sources} to block {target} of {targets}: index out of range"
             )
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The type that ``KVSpec.dtype`` names."""
-    dtype: torch.dtype = torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)
-    return dtype
 
 
 def _in_layer_order(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+from octavo.kernels.arrays import Array
 
 
 class Communicator(Protocol):
-    """One rank of a group; all ranks make the same calls in the same order."""
+    """One rank of a group; all ranks make the same calls in the same order.
+
+    Arrays are tensors of a GPU; on a CPU they are numpy's or torch's, and become each other over the same memory.
+    """
 
     @property
     def rank(self) -> int:
@@ -22,14 +24,14 @@ class Communicator(Protocol):
         """Ranks in the group."""
         ...
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Any) -> Any:
         """The sum over the ranks, on every rank; x, contiguous float32, is overwritten.
 
         The ranks are joined as a binary tree, as even as possible: (0 + 1) + (2 + 3), (0 + 1) + 2.
         """
         ...
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Any) -> Any:
         """The ranks' x [n, width], contiguous float32, concatenated in rank order: [n, size * width], on every rank."""
         ...
 
@@ -44,7 +46,8 @@ class Collectives:
         """Makes the backend a rank of a tensor-parallel group."""
         self.group = group
 
-    def all_reduce(self, x: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+    @abstractmethod
+    def all_reduce(self, x: Array, bias: Array | None = None, add: Array | None = None) -> Array:
         """The sum of x, contiguous float32 [T, width], over the ranks of ``group``, then + bias, then + add.
 
         On all ranks alike, in the order of a product's own bias and ``add``. The memory of x may be reused.
@@ -54,46 +57,7 @@ class Collectives:
             bias: float32 [width].
             add: float32 [T, width].
         """
-        x = x if self.group is None else self.group.all_reduce(x)
-        for term in (bias, add):
-            if term is not None:
-                x += term
-        return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    @abstractmethod
+    def all_gather(self, x: Array) -> Array:
         """The ranks' x, contiguous float32 [T, width], concatenated in rank order: [T, size * width]."""
-        return x if self.group is None else self.group.all_gather(x)
-
-
-class TorchCommunicator:
-    """A group of ``torch.distributed``: NCCL between GPUs, Gloo on CPUs."""
-
-    def __init__(self, group: Any = None) -> None:
-        """``group`` of ``torch.distributed``, which is initialised; None: all processes."""
-        self._group = group
-        self.rank: int = torch.distributed.get_rank(group)
-        self.size: int = torch.distributed.get_world_size(group)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """See ``Communicator``. More than two ranks gather all parts, as the library's order of sums is not known."""
-        if self.size > 2:
-            return sum_as_tree(self._gather(x))
-        torch.distributed.all_reduce(x, group=self._group)
-        return x
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """See ``Communicator``."""
-        return torch.cat(self._gather(x), dim=-1)
-
-    def _gather(self, x: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, x, group=self._group)
-        return parts
-
-
-def sum_as_tree(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of equal shapes, joined as a binary tree whose left half has the odd part more."""
-    if len(parts) == 1:
-        return parts[0]
-    middle = (len(parts) + 1) // 2
-    return sum_as_tree(parts[:middle]) + sum_as_tree(parts[middle:])

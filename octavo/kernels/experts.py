@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from octavo.core.errors import ConfigError
+from octavo.kernels.arrays import Array
 from octavo.kernels.packed_weight import PackedWeight
 
 
@@ -58,7 +56,7 @@ class PackedExperts(ABC):
     """The feed-forward networks of a layer's experts, made by ``ExpertKernels.pack_experts``."""
 
     @abstractmethod
-    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Array, experts: Array, weights: Array, add: Array | None = None) -> Array:
         """add + the sum over the token's experts of weight * down(silu(gate(x)) * up(x)).
 
         The sum is in ascending order of the experts, whatever the order of the slots: it depends on the token alone, so
@@ -76,26 +74,10 @@ class PackedExperts(ABC):
         """
 
 
-class PlainExperts(PackedExperts):
-    """A loop over the experts, on the products of any backend."""
+class ExpertKernels(ABC):
+    """What a backend does for mixtures of experts."""
 
-    def __init__(self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]) -> None:
-        self._experts = [*zip(gate_up, down, strict=True)]
-
-    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
-        """The tokens of each expert together."""
-        out = x.new_zeros(x.shape, dtype=torch.float32) if add is None else add
-        for expert in experts.unique().tolist():
-            gate_up, down = self._experts[expert]
-            tokens, slots = (experts == expert).nonzero(as_tuple=True)
-            result = down(gate_up(x[tokens], activation="silu"), torch.float32)
-            out.index_add_(0, tokens, result * weights[tokens, slots, None])
-        return out
-
-
-class ExpertKernels:
-    """What a backend does for mixtures of experts; here on its products and in plain torch."""
-
+    @abstractmethod
     def pack_experts(
         self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
     ) -> PackedExperts:
@@ -109,9 +91,9 @@ class ExpertKernels:
         Raises:
             ConfigError: the backend has no products of experts in that format.
         """
-        return PlainExperts(gate_up, down)
 
-    def route(self, logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    @abstractmethod
+    def route(self, logits: Array, spec: RoutingSpec, bias: Array | None = None) -> tuple[Array, Array]:
         """The experts of each token, int32 [T, top_k + shared], and their weights, float32, as ``spec`` says.
 
         A token whose logits have a NaN gets some experts, with NaN as their weights.
@@ -122,28 +104,3 @@ class ExpertKernels:
             bias: float32 [experts], added to the scores for the choice alone (DeepSeek-AI 2024, arXiv 2412.19437,
                 section 2.1.2).
         """
-        return plain_route(logits, spec, bias)
-
-
-def plain_route(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``ExpertKernels.route`` in plain torch."""
-    routed, shared = logits.split([logits.shape[1] - spec.shared, spec.shared], dim=1)
-    scores = routed.softmax(-1) if spec.scoring == "softmax" else routed.sigmoid()
-    choices = scores if bias is None else scores + bias
-    if spec.num_groups > 1:
-        groups = choices.unflatten(1, (spec.num_groups, -1))
-        of_group = groups.sort(-1, descending=True).values[..., : spec.best_of_group].sum(-1)
-        kept = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, _best(of_group, spec.top_groups), True)
-        choices = groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
-    experts = _best(choices, spec.top_k)
-    weights = scores.gather(1, experts)
-    if spec.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    behind = torch.arange(routed.shape[1], logits.shape[1], device=logits.device).expand(len(logits), -1)
-    weights = torch.cat((weights * spec.scale, shared.sigmoid()), 1)
-    return torch.cat((experts, behind), 1).to(torch.int32), weights
-
-
-def _best(scores: Tensor, count: int) -> Tensor:
-    """Indices of the highest scores of each row, of equal ones the lowest first."""
-    return scores.sort(stable=True, dim=-1, descending=True).indices[:, :count]

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints
 
-import torch
-from torch import Tensor
+import numpy as np
+
+from octavo.kernels.arrays import Array, ArrayMaker
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class BatchSize:
     groups: int = 1
 
     def shape(self, dims: str) -> tuple[int, ...]:
-        """The shape of an array: ``dims`` has a letter for each dimension, see ``Array``."""
+        """The shape of an array: ``dims`` has a letter for each dimension, see ``ArraySpec``."""
         sizes = {
             "G": self.groups,
             "T": self.tokens,
@@ -44,24 +45,24 @@ class BatchSize:
         return tuple(sizes[dim] for dim in dims)
 
 
-class Array(NamedTuple):
+class ArraySpec(NamedTuple):
     """Description of an array of the batch."""
 
     #: A letter for each dimension: T tokens, S sequences, s sequences + 1, N sampled rows, G KV groups, B blocks.
     dims: str
-    dtype: torch.dtype
+    dtype: type[np.integer[Any]]
     #: Value in padding rows, for which the cache is neither read nor written; None: the index.
     padding: int | None = 0
     #: Increment when every sequence advances by one token within its block.
     advance: int = 0
     name: str = ""
 
-    def filled(self, size: BatchSize, device: torch.device | str = "cpu") -> Tensor:
-        """An array of padding."""
+    def filled(self, size: BatchSize) -> np.ndarray:
+        """Values of padding."""
         shape = size.shape(self.dims)
         if self.padding is None:
-            return torch.arange(shape[-1], dtype=self.dtype, device=device)
-        return torch.full(shape, self.padding, dtype=self.dtype, device=device)
+            return np.arange(shape[-1], dtype=self.dtype)
+        return np.full(shape, self.padding, self.dtype)
 
 
 @dataclass(slots=True)
@@ -72,21 +73,21 @@ class ForwardBatch:
     """
 
     #: int64 [T]
-    token_ids: Annotated[Tensor, Array("T", torch.int64)]
+    token_ids: Annotated[Array, ArraySpec("T", np.int64)]
     #: int64 [T]: position of each token in its sequence.
-    positions: Annotated[Tensor, Array("T", torch.int64, advance=1)]
+    positions: Annotated[Array, ArraySpec("T", np.int64, advance=1)]
     #: int64 [G, T]: block * block_size + offset of each token in each KV group; negative: not written.
-    slot_mapping: Annotated[Tensor, Array("GT", torch.int64, padding=-1, advance=1)]
+    slot_mapping: Annotated[Array, ArraySpec("GT", np.int64, padding=-1, advance=1)]
     #: int64 [N]: rows of the tokens that logits are computed for, in any order, possibly repeated.
-    sampled_rows: Annotated[Tensor, Array("N", torch.int64, padding=None)]
+    sampled_rows: Annotated[Array, ArraySpec("N", np.int64, padding=None)]
     #: int32 [S + 1]
-    query_start_loc: Annotated[Tensor, Array("s", torch.int32, padding=None)]
+    query_start_loc: Annotated[Array, ArraySpec("s", np.int32, padding=None)]
     #: int32 [S]: context lengths, with the tokens of this step.
-    seq_lens: Annotated[Tensor, Array("S", torch.int32, advance=1)]
+    seq_lens: Annotated[Array, ArraySpec("S", np.int32, advance=1)]
     #: int32 [G, S, B]; entries past a sequence's last block, or outside a group's window, are never read.
-    block_tables: Annotated[Tensor, Array("GSB", torch.int32)]
+    block_tables: Annotated[Array, ArraySpec("GSB", np.int32)]
     #: int32 [T]: slot of each token's adapter; -1: none.
-    adapters: Annotated[Tensor, Array("T", torch.int32, padding=-1)]
+    adapters: Annotated[Array, ArraySpec("T", np.int32, padding=-1)]
     #: Number of sequences at the beginning of the batch that have one token each.
     num_decodes: int
     max_seq_len: int
@@ -98,7 +99,7 @@ class ForwardBatch:
     @classmethod
     def of(
         cls,
-        arrays: Sequence[Tensor],
+        arrays: Sequence[Array],
         *,
         num_decodes: int,
         max_seq_len: int,
@@ -115,13 +116,13 @@ class ForwardBatch:
             has_adapters=has_adapters,
         )
 
-    def arrays(self) -> list[Tensor]:
+    def arrays(self) -> list[Array]:
         """In the order of ``ARRAYS``."""
         return [getattr(self, array.name) for array in ARRAYS]
 
 
 #: The table, in the order of the fields.
-ARRAYS: tuple[Array, ...] = tuple(
+ARRAYS: tuple[ArraySpec, ...] = tuple(
     hint.__metadata__[0]._replace(name=name)
     for name, hint in get_type_hints(ForwardBatch, include_extras=True).items()
     if get_origin(hint) is Annotated
@@ -132,11 +133,11 @@ class ForwardOutput(NamedTuple):
     """The outputs of the network."""
 
     #: Hidden states [T, E] after the final norm.
-    hidden: Tensor
+    hidden: Array
     #: float32 [N, vocab] of the sampled rows; None without a head.
-    logits: Tensor | None = None
+    logits: Array | None = None
     #: float32 [T, E]: what a drafting head makes of the residual stream between the layers, if it reads that.
-    features: Tensor | None = None
+    features: Array | None = None
 
     def first(self, tokens: int, sampled: int) -> ForwardOutput:
         """The first ``tokens`` rows of what each token has, and the first ``sampled`` rows of the others."""
@@ -151,22 +152,22 @@ class ForwardOutput(NamedTuple):
 Forward = Callable[[ForwardBatch], ForwardOutput]
 
 
-def padding_batch(size: BatchSize, device: torch.device | str = "cpu") -> ForwardBatch:
-    """A batch of padding rows only: one token for each sequence, all of them sampled."""
-    arrays = [array.filled(size, device) for array in ARRAYS]
+def padding_batch(size: BatchSize, kernels: ArrayMaker) -> ForwardBatch:
+    """A batch of padding rows only, as ``kernels`` compute it: one token for each sequence, all of them sampled."""
+    arrays = [kernels.wrap(array.filled(size)) for array in ARRAYS]
     return ForwardBatch.of(arrays, num_decodes=size.sequences, max_seq_len=size.max_seq_len, all_sampled=True)
 
 
 def make_batch(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
-    block_tables: Tensor,
+    block_tables: np.ndarray,
     block_size: int,
+    kernels: ArrayMaker,
     *,
     starts: Sequence[int] | None = None,
-    token_ids: Tensor | None = None,
+    token_ids: np.ndarray | None = None,
     adapters: Sequence[int] | None = None,
-    device: torch.device | str = "cpu",
 ) -> ForwardBatch:
     """A batch of sequences that compute ``query_lens`` of ``seq_lens`` tokens; the last token of each is sampled.
 
@@ -177,34 +178,34 @@ def make_batch(
         seq_lens: context length of each.
         block_tables: [G, S, B], or [S, B] for one group.
         block_size: tokens per block.
+        kernels: what computes it.
         starts: position of each sequence's first token to compute; by default its last tokens are computed.
         token_ids: [T]; zeros by default.
         adapters: slot of each sequence's adapter, -1 without one; by default none has one.
-        device: of the arrays.
     """
-    tables = block_tables if block_tables.dim() == 3 else block_tables[None]
-    offsets = [0, *itertools.accumulate(query_lens)]
+    tables = np.asarray(block_tables, np.int32)
+    tables = tables if tables.ndim == 3 else tables[None]
+    offsets = np.array([0, *itertools.accumulate(query_lens)], np.int32)
     first = starts or [end - count for count, end in zip(query_lens, seq_lens, strict=True)]
     spans = zip(first, query_lens, strict=True)
-    positions = torch.cat([torch.arange(0), *(torch.arange(start, start + count) for start, count in spans)])
-    sequence = torch.repeat_interleave(torch.arange(len(first)), torch.tensor(query_lens, dtype=torch.int64))
-    blocks = tables[:, sequence, positions // block_size].long()
-    one_each = all(count == 1 for count in query_lens)
-    slots = torch.tensor(adapters or [-1] * len(first), dtype=torch.int32)
-    batch = ForwardBatch(
-        token_ids=torch.zeros_like(positions) if token_ids is None else token_ids,
-        positions=positions,
-        slot_mapping=blocks * block_size + positions % block_size,
-        sampled_rows=torch.tensor(offsets[1:], dtype=torch.int64) - 1,
-        query_start_loc=torch.tensor(offsets, dtype=torch.int32),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-        block_tables=tables.to(torch.int32),
-        adapters=slots[sequence],
+    positions = np.concatenate([np.arange(0), *(np.arange(start, start + count) for start, count in spans)])
+    sequence = np.repeat(np.arange(len(first)), query_lens)
+    slots = np.array(adapters or [-1] * len(first), np.int32)
+    arrays = {
+        "token_ids": np.zeros_like(positions) if token_ids is None else np.asarray(token_ids, np.int64),
+        "positions": positions,
+        "slot_mapping": tables[:, sequence, positions // block_size].astype(np.int64) * block_size
+        + positions % block_size,
+        "sampled_rows": offsets[1:].astype(np.int64) - 1,
+        "query_start_loc": offsets,
+        "seq_lens": np.array(seq_lens, np.int32),
+        "block_tables": tables,
+        "adapters": slots[sequence],
+    }
+    return ForwardBatch.of(
+        [kernels.wrap(np.ascontiguousarray(arrays[array.name])) for array in ARRAYS],
         num_decodes=next((i for i, count in enumerate(query_lens) if count != 1), len(first)),
         max_seq_len=max(seq_lens, default=0),
-        all_sampled=one_each,
+        all_sampled=all(count == 1 for count in query_lens),
         has_adapters=bool((slots >= 0).any()),
     )
-    for array in ARRAYS:
-        setattr(batch, array.name, getattr(batch, array.name).to(device))
-    return batch

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from octavo.core.dtypes import DType, rounded
 from octavo.core.errors import ConfigError
 from octavo.kernels.quantized_rows import QuantizedRows
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PLAIN = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 #: Types of which the compiled kernels compute the values.
 _COMPILED = ("Q4_0", "Q4_1", "Q8_0")
 #: Values that the gguf package dequantises at once: its steps stay in a processor's cache.
@@ -70,13 +69,13 @@ class GGUFRows(QuantizedRows):
         taken = self.rows[rows, start // self.block * size : stop // self.block * size]
         return GGUFRows(self.kind, np.ascontiguousarray(taken), stop - start, self.block)
 
-    def dequantize(self) -> Tensor:
+    def dequantize(self) -> np.ndarray:
         """The values, float32 of ``shape``."""
         values = dequantize(self.kind, self.rows)
-        return values.t() if self.transposed else values
+        return values.T if self.transposed else values
 
 
-def dequantize(kind: str, rows: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(kind: str, rows: np.ndarray, dtype: DType = DType.FLOAT32) -> np.ndarray:
     """The values of rows of a GGUF type, those of the gguf package, rounded to ``dtype``.
 
     Args:
@@ -85,16 +84,16 @@ def dequantize(kind: str, rows: np.ndarray, dtype: torch.dtype = torch.float32) 
         dtype: of the result [N, K]: float32 or bfloat16.
     """
     if kind in _PLAIN:
-        return torch.from_numpy(rows).view(_PLAIN[kind]).to(dtype)
+        return rounded(rows.view(_PLAIN[kind].numpy), dtype)
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     number = GGMLQuantizationType[kind]
     block, size = GGML_QUANT_SIZES[number]
-    out = torch.empty((len(rows), rows.shape[1] // size * block), dtype=dtype)
+    out = np.empty((len(rows), rows.shape[1] // size * block), dtype.numpy)
     if kind in _COMPILED and (cpu := _compiled()) is not None:
         rows = np.ascontiguousarray(rows)
-        to = cpu.Dtype.f32 if dtype == torch.float32 else cpu.Dtype.bf16
-        cpu.dequantize_gguf(kind, rows.ctypes.data, rows.size // size, out.data_ptr(), to)
+        to = cpu.Dtype.f32 if dtype is DType.FLOAT32 else cpu.Dtype.bf16
+        cpu.dequantize_gguf(kind, rows.ctypes.data, rows.size // size, out.ctypes.data, to)
         return out
     from gguf.quants import dequantize as by_package
 
@@ -102,7 +101,7 @@ def dequantize(kind: str, rows: np.ndarray, dtype: torch.dtype = torch.float32) 
 
     def fill(start: int) -> None:
         with np.errstate(all="ignore"):  # no warnings of numpy: a damaged scale may be infinite
-            out[start : start + step] = torch.from_numpy(by_package(rows[start : start + step], number))
+            out[start : start + step] = by_package(rows[start : start + step], number)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for _ in pool.map(fill, range(0, len(rows), step)):

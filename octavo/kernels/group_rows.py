@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.kernels.quantized_rows import QuantizedRows
 
 #: Values that ``dequantize_groups`` computes at once, as it makes float32 copies of them.
@@ -25,11 +24,11 @@ class GroupQuantizedRows(QuantizedRows):
     #: 4 or 8.
     bits: int
     #: uint8 [N, K], one code in 0 .. 2^bits - 1 a byte.
-    codes: Tensor
+    codes: np.ndarray
     #: Of any floating type, [N, groups]; the number of groups divides K.
-    scales: Tensor
+    scales: np.ndarray
     #: uint8 [N, groups]; None: all are 2^(bits - 1), so that the codes are symmetric around zero.
-    zeros: Tensor | None = None
+    zeros: np.ndarray | None = None
     #: Whether this is the transposed matrix, [K, N]: its groups are those of the other.
     transposed: bool = False
 
@@ -51,7 +50,7 @@ class GroupQuantizedRows(QuantizedRows):
     def reorder(self, order: np.ndarray) -> GroupQuantizedRows:
         """The rows ``order``, of a matrix that is not transposed."""
         assert not self.transposed
-        return self._rows(torch.from_numpy(order).to(self.codes.device))
+        return self._rows(order)
 
     def take(self, rows: slice, columns: slice) -> GroupQuantizedRows:
         """A share of the matrix, in smaller groups of the same scales if its columns divide a group."""
@@ -64,28 +63,28 @@ class GroupQuantizedRows(QuantizedRows):
             return taken
         step = math.gcd(self.group, start, stop)
         divided, groups = self.group // step, slice(start // step, stop // step)
-        scales = taken.scales.repeat_interleave(divided, 1)[:, groups]
-        zeros = None if taken.zeros is None else taken.zeros.repeat_interleave(divided, 1)[:, groups]
+        scales = np.repeat(taken.scales, divided, 1)[:, groups]
+        zeros = None if taken.zeros is None else np.repeat(taken.zeros, divided, 1)[:, groups]
         return replace(taken, scales=scales, zeros=zeros)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantize(self, dtype: DType = DType.FLOAT32) -> np.ndarray:
         """The values, of ``shape`` and rounded to ``dtype``."""
         values = dequantize_groups(self.codes, self.scales, self.zeros, self.bits, dtype)
-        return values.t() if self.transposed else values
+        return values.T if self.transposed else values
 
-    def _rows(self, rows: slice | Tensor) -> GroupQuantizedRows:
+    def _rows(self, rows: slice | np.ndarray) -> GroupQuantizedRows:
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
 
 
 def dequantize_groups(
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
     bits: int,
-    dtype: torch.dtype,
-    group_index: Tensor | None = None,
-) -> Tensor:
+    dtype: DType,
+    group_index: np.ndarray | None = None,
+) -> np.ndarray:
     """(code - zero) * scale, computed in float32 and rounded to ``dtype``: [N, K].
 
     Args:
@@ -94,17 +93,18 @@ def dequantize_groups(
         group_index: int64 [K], the group of each column; None: consecutive groups of equal size.
     """
     n, k = codes.shape
-    out = torch.empty((n, k), dtype=dtype, device=codes.device)
+    out = np.empty((n, k), dtype.numpy)
     # A column's scale is that of its group: taken by index, or, several times faster, by broadcasting over each group.
     groups, inside = (k, 1) if group_index is not None else (scales.shape[1], k // scales.shape[1])
     step = max(1, _AT_ONCE // k)
 
-    def by_column(values: Tensor) -> Tensor:
+    def by_column(values: np.ndarray) -> np.ndarray:
         return (values if group_index is None else values[:, group_index])[..., None]
 
     for start in range(0, n, step):
         rows = slice(start, start + step)
-        zero = 2 ** (bits - 1) if zeros is None else by_column(zeros[rows].float())
-        values = codes[rows].float().reshape(-1, groups, inside).sub_(zero).mul_(by_column(scales[rows].float()))
-        out[rows] = values.view(-1, k)
+        values = codes[rows].astype(np.float32).reshape(-1, groups, inside)
+        values -= np.float32(2 ** (bits - 1)) if zeros is None else by_column(zeros[rows].astype(np.float32))
+        values *= by_column(scales[rows].astype(np.float32))
+        out[rows] = values.reshape(-1, k)
     return out

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import UnsupportedModelError
+from octavo.kernels.arrays import Array, ArrayMaker
 from octavo.kernels.cache import CacheKernels, LayerCache
 from octavo.kernels.communicator import Collectives
 from octavo.kernels.experts import ExpertKernels
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.lora import Adapters
-from octavo.kernels.packed_weight import PackedHeads, PackedWeight, PlainHeads
+from octavo.kernels.packed_weight import PackedHeads, PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.kernels.sampling import SamplingBackend
 
@@ -47,7 +50,7 @@ class AttentionSpec:
             raise UnsupportedModelError(f"a window of {self.window} tokens needs causal attention")
 
 
-class Kernels(CacheKernels, Collectives, ExpertKernels, ABC):
+class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
     """A backend. Unless stated otherwise, tensors are contiguous and outputs are new tensors.
 
     Cut by what it is asked for: here products, attention and the rest of a layer; the cache (``CacheKernels``), what
@@ -56,10 +59,8 @@ class Kernels(CacheKernels, Collectives, ExpertKernels, ABC):
 
     name: str
     adapters: Adapters
-    #: Whether torch takes no part in a step, so that there is no gradient for it to keep track of.
-    computes_outside_torch = False
-    #: Whether ``pack`` copies what it gets, so that a tied head has memory of its own beside the embedding's.
-    copies_weights = False
+    #: What steps are computed within, such as torch without gradients.
+    mode: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def describe(self) -> str:
         """The backend and its settings, for logs."""
@@ -86,20 +87,22 @@ class Kernels(CacheKernels, Collectives, ExpertKernels, ABC):
         """
         return 0
 
-    def take_sampled(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+    @abstractmethod
+    def take_sampled(self, hidden: Array, batch: ForwardBatch) -> Array:
         """The sampled rows of hidden [T, E]: [N, E]; results computed from them have N rows."""
-        return hidden if batch.all_sampled else hidden.index_select(0, batch.sampled_rows)
 
-    def host_call(self, function: Callable[[Tensor], None], x: Tensor) -> Tensor:
-        """Calls a Python function on x [T, ...], which it may change in place, at this point of every step."""
-        function(x)
-        return x
+    @abstractmethod
+    def host_call(self, function: Callable[[Any], None], x: Array) -> Array:
+        """Calls a Python function on x [T, ...], which it may change in place, at this point of every step.
 
-    def token_rows(self, batch: ForwardBatch, width: int) -> Tensor:
+        The function gets an array of numpy or a tensor of torch, as the backend's communicators do.
+        """
+
+    @abstractmethod
+    def token_rows(self, batch: ForwardBatch, width: int) -> Array:
         """Memory for float32 [T, width], uninitialised: what another pipeline stage computes of each token."""
-        return batch.token_ids.new_empty((len(batch.token_ids), width), dtype=torch.float32)
 
-    def check_dtype(self, dtype: torch.dtype) -> None:
+    def check_dtype(self, dtype: DType) -> None:
         """Called before a network is made, to refuse a type of weights and activations.
 
         Raises:
@@ -113,20 +116,22 @@ class Kernels(CacheKernels, Collectives, ExpertKernels, ABC):
     @abstractmethod
     def pack(
         self,
-        parts: Sequence[Tensor | QuantizedRows],
-        bias: Tensor | None = None,
+        parts: Sequence[np.ndarray | QuantizedRows],
+        bias: np.ndarray | None = None,
         quantization: str | None = None,
         *,
+        dtype: DType,
         gated: bool = False,
         pieces: int = 1,
     ) -> PackedWeight:
-        """Packs matrices with the same input for products; the caller then drops the unpacked ones.
+        """Packs matrices with the same input for products, of which it keeps nothing.
 
         Args:
-            parts: [n_i, K] each; their outputs follow each other. Either all are tensors, or all are in a checkpoint's
-                own bits, of which ``has_products`` is true.
+            parts: [n_i, K] each; their outputs follow each other. Either all are arrays, of any floating types and
+                strides, or all are in a checkpoint's own bits, of which ``has_products`` is true.
             bias: [sum of n_i].
-            quantization: "int8", "int4" or "fp8" quantises tensors; None or "gguf" does not.
+            quantization: "int8", "int4" or "fp8" quantises arrays; None or "gguf" does not.
+            dtype: of the activations, and of the weight if it is not quantised: arrays are rounded to it first.
             gated: whether the two parts are gate and up projections. It is given here, as a backend may interleave
                 both so that a tile of the product holds both inputs of the activation.
             pieces: 1, 2 or 4: K is summed in so many equal pieces, which are joined as a binary tree. K is a multiple
@@ -141,14 +146,14 @@ class Kernels(CacheKernels, Collectives, ExpertKernels, ABC):
         """Whether ``pack`` takes this matrix in its own bits; else it is dequantised as it is loaded."""
         return False
 
-    def pack_heads(self, weight: Tensor) -> PackedHeads:
-        """Packs a matrix for each head, weight [H, N, K] of the activations' type; the caller then drops it."""
-        return PlainHeads(weight)
+    @abstractmethod
+    def pack_heads(self, weight: np.ndarray, dtype: DType) -> PackedHeads:
+        """Packs a matrix for each head, weight [H, N, K] of any floating type, rounded to ``dtype``."""
 
     @abstractmethod
     def embedding(
-        self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
-    ) -> Tensor:
+        self, ids: Array, table: Array, first: int = 0, *, scale: float = 1.0, add: Array | None = None
+    ) -> Array:
         """scale * rows of table [rows, E] + add, for ids int64 [T]: float32 [T, E].
 
         Row 0 is that of id ``first``. Ids outside the table, which other ranks hold, have rows of zeros. ``ids`` may be
@@ -158,13 +163,13 @@ class Kernels(CacheKernels, Collectives, ExpertKernels, ABC):
     @abstractmethod
     def rms_norm(
         self,
-        x: Tensor,
-        weight: Tensor,
+        x: Array,
+        weight: Array,
         eps: float,
         *,
-        out_dtype: torch.dtype | None = None,
-        add: Tensor | None = None,
-    ) -> Tensor:
+        out_dtype: DType | None = None,
+        add: Array | None = None,
+    ) -> Array:
         """Root mean square norm over the last dimension (Zhang & Sennrich 2019), computed in float32.
 
         x has any float type, and any strides over the other dimensions; the result has ``out_dtype``, by default the
@@ -175,13 +180,13 @@ class Kernels(CacheKernels, Collectives, ExpertKernels, ABC):
     @abstractmethod
     def layer_norm(
         self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        x: Array,
+        weight: Array,
+        bias: Array | None,
         eps: float,
         *,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
+        out_dtype: DType | None = None,
+    ) -> Array:
         """Layer norm over the last dimension (Ba et al. 2016), computed in float32.
 
         x [T, E], or [T, heads, D] with any strides over the first two, of any float type; the result has ``out_dtype``,
@@ -189,10 +194,10 @@ class Kernels(CacheKernels, Collectives, ExpertKernels, ABC):
         """
 
     @abstractmethod
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+    def soft_cap(self, x: Array, cap: float) -> Array:
         """cap * tanh(x / cap) of logits x, float32 [n, vocab]; its memory may be reused."""
 
-    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotary(self, q: Array, k: Array, positions: Array, cos_sin: Array) -> tuple[Array, Array]:
         """Rotates q [T, H, D] and k [T, K, D]; they may be strided views and may be changed in place.
 
         cos_sin: float32 [max_position, R], R <= D rotated dimensions: R/2 cosines, then R/2 sines; dimension i is
@@ -202,30 +207,31 @@ class Kernels(CacheKernels, Collectives, ExpertKernels, ABC):
         raise NotImplementedError(f"{type(self).__name__} rotates in rotary_and_cache only")
 
     @abstractmethod
-    def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    def reshape_and_cache(self, k: Array, v: Array, cache: LayerCache, slots: Array) -> None:
         """Writes k and v [T, K, D] (last dimension contiguous) to their slots.
 
         To a latent cache: k [T, 1, value_dim] and v [T, 1, D - value_dim] are the two parts of the tokens' vectors.
         """
 
     def rotary_and_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, cos_sin: Tensor, cache: LayerCache
-    ) -> Tensor:
+        self, q: Array, k: Array, v: Array, batch: ForwardBatch, cos_sin: Array, cache: LayerCache
+    ) -> Array:
         """``rotary`` of q and k at the batch's positions, ``reshape_and_cache`` of k and v; returns q rotated."""
         q, k = self.rotary(q, k, batch.positions, cos_sin)
         self.reshape_and_cache(k, v, cache, batch.slot_mapping[cache.group])
         return q
 
+    @abstractmethod
     def latent_rotary_and_cache(
         self,
-        q: Tensor,
-        latent: Tensor,
-        k_rope: Tensor,
+        q: Array,
+        latent: Array,
+        k_rope: Array,
         absorb: PackedHeads,
         batch: ForwardBatch,
-        cos_sin: Tensor,
+        cos_sin: Array,
         cache: LayerCache,
-    ) -> Tensor:
+    ) -> Array:
         """The queries of multi-head latent attention, and the tokens' vectors to a latent cache.
 
         Keys are never expanded (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): a head's query of N dimensions without
@@ -243,11 +249,6 @@ class Kernels(CacheKernels, Collectives, ExpertKernels, ABC):
         Returns:
             [T, H, L + R]: N dimensions of q absorbed, and its last R rotated.
         """
-        rope = k_rope.shape[1]
-        q_nope, q_rope = q.split((q.shape[2] - rope, rope), dim=2)
-        q_rope, k = self.rotary(q_rope, k_rope.unsqueeze(1), batch.positions, cos_sin)
-        self.reshape_and_cache(latent.unsqueeze(1), k, cache, batch.slot_mapping[cache.group])
-        return torch.cat((absorb(q_nope), q_rope), dim=2)
 
     def check_attention(self, spec: AttentionSpec) -> None:
         """Called when a layer is created, to refuse attention that the backend does not support.
@@ -257,7 +258,7 @@ class Kernels(CacheKernels, Collectives, ExpertKernels, ABC):
         """
 
     @abstractmethod
-    def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
+    def paged_attention(self, q: Array, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Array:
         """Attention of q [T, H, D] over the cached context of each token's sequence: [T, H, D], or [T, H, value_dim].
 
         The positions of queries, ``batch.positions``, are consecutive within a sequence, but need not be the last of

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
+from octavo.core.dtypes import DType
+from octavo.kernels.arrays import Array
 
 #: Activation of a product: silu(x) = x * sigmoid(x), gelu by erf, gelu by tanh (Hendrycks & Gimpel 2016), or relu.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -22,7 +20,7 @@ class PackedWeight(ABC):
     #: Whether ``rows`` gives the values that the weight was packed of, so that a tied embedding needs no table.
     has_rows = False
 
-    def rows(self, ids: Tensor, first: int, *, scale: float, dtype: torch.dtype) -> Tensor:
+    def rows(self, ids: Array, first: int, *, scale: float, dtype: DType) -> Array:
         """scale * the rows of the weight, rounded to ``dtype`` before, for ids int64 [T]: float32 [T, K].
 
         Ids are those of ``Kernels.embedding``: row 0 is that of id ``first``, ids outside have zeros.
@@ -32,11 +30,11 @@ class PackedWeight(ABC):
     @abstractmethod
     def __call__(
         self,
-        x: Tensor,
-        out_dtype: torch.dtype | None = None,
-        add: Tensor | None = None,
+        x: Array,
+        out_dtype: DType | None = None,
+        add: Array | None = None,
         activation: Activation | None = None,
-    ) -> Tensor:
+    ) -> Array:
         """activation(x W^T + bias + add); of a gated weight activation(gate) * up, each a half of the columns.
 
         On backends with batch-invariant results, a row of zeros in ``add`` does not change the bits of the row.
@@ -62,37 +60,10 @@ class PackedHeads(ABC):
     """A matrix [N, K] for each of H heads, made by ``Kernels.pack_heads``."""
 
     @abstractmethod
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Array) -> Array:
         """Each head times its own matrix: x [T, H, K], tokens and heads strided, to [T, H, N] of the same type."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of the matrices."""
-
-
-@dataclass(frozen=True)
-class PlainHeads(PackedHeads):
-    """Matrices of heads as they are, multiplied by torch."""
-
-    #: [H, N, K].
-    weight: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """A batch of products."""
-        return torch.einsum("thk,hnk->thn", x, self.weight).contiguous()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.weight.nbytes
-
-
-def stack_rows(parts: Sequence[Tensor]) -> Tensor:
-    """The parts [n_i, K] as one matrix; a view if their rows already follow each other in memory, else a copy."""
-    first, end = parts[0], parts[0].data_ptr()
-    for part in parts:
-        if part.data_ptr() != end or not part.is_contiguous():
-            return torch.cat(list(parts)) if len(parts) > 1 else first
-        end += part.nbytes
-    return first.as_strided((sum(len(part) for part in parts), first.shape[1]), first.stride())

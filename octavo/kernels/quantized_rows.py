@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import numpy as np
-from torch import Tensor
 
 
 class QuantizedRows(ABC):
@@ -33,5 +32,5 @@ class QuantizedRows(ABC):
         """
 
     @abstractmethod
-    def dequantize(self) -> Tensor:
+    def dequantize(self) -> np.ndarray:
         """The values, float32 of ``shape``."""

@@ -16,15 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.core.kv_spec import KVSpec
-from octavo.kernels.cache import LayerCache, torch_dtype
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec, Kernels
-from octavo.kernels.lora import Adapters
-from octavo.kernels.numpy_sampling import NumpySampling
-from octavo.kernels.packed_weight import Activation, PackedWeight, stack_rows
+from octavo.kernels.interface import AttentionSpec
+from octavo.kernels.packed_weight import Activation, PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
+from octavo.kernels.torch_arrays import torch_dtype
+from octavo.kernels.torch_kernels import TorchKernels, stack_rows
+from octavo.kernels.torch_lora import TorchAdapters
+from octavo.kernels.torch_sampling import TorchLogits
 
 #: Most float32 elements that one gathered key or score tensor of attention may hold (64 MiB).
 _MAX_ELEMENTS = 1 << 24
@@ -46,18 +49,24 @@ class PlainWeight(PackedWeight):
     weight: Tensor
     bias: Tensor | None
     gated: bool
+    has_rows = True
+
+    def rows(self, ids: Tensor, first: int, *, scale: float, dtype: DType) -> Tensor:
+        """See ``PackedWeight``."""
+        rows = masked_embedding(ids, self.weight, first)
+        return rows if scale == 1.0 else rows.mul_(scale)
 
     def __call__(
         self,
         x: Tensor,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: DType | None = None,
         add: Tensor | None = None,
         activation: Activation | None = None,
     ) -> Tensor:
         """Computed in float32 and rounded once, except a plain product in the type of x."""
-        out_dtype = out_dtype or x.dtype
+        to = x.dtype if out_dtype is None else torch_dtype(out_dtype)
         x = x.to(self.weight.dtype)
-        if out_dtype == x.dtype and add is None and activation is None:
+        if to == x.dtype and add is None and activation is None:
             return F.linear(x, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.float()
         product = F.linear(x.float(), self.weight.float(), bias)
@@ -69,7 +78,7 @@ class PlainWeight(PackedWeight):
             product = _ACTIVATIONS[activation](gate) * up
         elif activation is not None:
             product = _ACTIVATIONS[activation](product)
-        return product.to(out_dtype)
+        return product.to(to)
 
     @property
     def nbytes(self) -> int:
@@ -77,23 +86,23 @@ class PlainWeight(PackedWeight):
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-class ReferenceKernels(Kernels):
+class ReferenceKernels(TorchKernels):
     """Plain torch on any device."""
 
     name = "reference"
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
-        self.adapters = Adapters()
+        self.adapters = TorchAdapters()
 
     def set_threads(self, count: int | None, pin: bool = False) -> None:
         """Sets torch's threads, which cannot be pinned; None leaves their number unchanged."""
         if count is not None:
             torch.set_num_threads(count)
 
-    def make_sampling_backend(self, vocab_size: int) -> NumpySampling:
+    def make_sampling_backend(self, vocab_size: int) -> TorchLogits:
         """The numpy backend, on the host."""
-        return NumpySampling(vocab_size)
+        return TorchLogits(vocab_size)
 
     def block_bytes(self, spec: KVSpec, block_size: int) -> int:
         """Keys and values without padding.
@@ -102,7 +111,7 @@ class ReferenceKernels(Kernels):
             ConfigError: the dtype is not a floating-point type; this backend has no scales.
         """
         dtype = torch_dtype(spec.dtype)
-        if not dtype.is_floating_point or dtype.itemsize < 2:
+        if not DType(spec.dtype).is_float:
             raise ConfigError(
                 f"the reference backend has no KV cache of type {spec.dtype}; kv_cache_dtype may be auto, float32, "
                 "bfloat16 or float16"
@@ -118,21 +127,23 @@ class ReferenceKernels(Kernels):
 
     def pack(
         self,
-        parts: Sequence[Tensor | QuantizedRows],
-        bias: Tensor | None = None,
+        parts: Sequence[np.ndarray | QuantizedRows],
+        bias: np.ndarray | None = None,
         quantization: str | None = None,
         *,
+        dtype: DType,
         gated: bool = False,
         pieces: int = 1,
     ) -> PlainWeight:
         """Stacks the tensors."""
-        tensors = [part for part in parts if isinstance(part, Tensor)]
-        if len(tensors) < len(parts) or quantization not in (None, "gguf"):
+        matrices = [part for part in parts if isinstance(part, np.ndarray)]
+        if len(matrices) < len(parts) or quantization not in (None, "gguf"):
             raise ConfigError(
                 f"the {self.name} backend has no quantised products: it cannot serve "
                 f"quantization={quantization or 'gguf'!r}"
             )
-        return PlainWeight(stack_rows(tensors), bias, gated)
+        floats = None if bias is None else self.array(bias, dtype)
+        return PlainWeight(stack_rows(matrices, self, dtype), floats, gated)
 
     def embedding(
         self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
@@ -148,12 +159,12 @@ class ReferenceKernels(Kernels):
         weight: Tensor,
         eps: float,
         *,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: DType | None = None,
         add: Tensor | None = None,
     ) -> Tensor:
         """Computed in float32, rounded once."""
         normed = F.rms_norm(x.float(), (x.shape[-1],), None, eps) * weight
-        return normed.to(out_dtype or weight.dtype) if add is None else normed.float() + add
+        return normed.to(_result(out_dtype, weight)) if add is None else normed.float() + add
 
     def layer_norm(
         self,
@@ -162,12 +173,12 @@ class ReferenceKernels(Kernels):
         bias: Tensor | None,
         eps: float,
         *,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: DType | None = None,
     ) -> Tensor:
         """Computed in float32, rounded once."""
         floats = None if bias is None else bias.float()
         normed = F.layer_norm(x.float(), (x.shape[-1],), weight.float(), floats, eps)
-        return normed.to(out_dtype or weight.dtype)
+        return normed.to(_result(out_dtype, weight))
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """In place."""
@@ -227,6 +238,10 @@ class ReferenceKernels(Kernels):
             target.key.index_copy_(0, written, source.key.index_select(0, read))
             if source.value is not source.key:
                 target.value.index_copy_(0, written, source.value.index_select(0, read))
+
+
+def _result(dtype: DType | None, weight: Tensor) -> torch.dtype:
+    return weight.dtype if dtype is None else torch_dtype(dtype)
 
 
 def masked_embedding(ids: Tensor, table: Tensor, first: int) -> Tensor:

@@ -7,17 +7,16 @@ tokens wins; their logprobs agree to about 1e-6. In each, a row's result depends
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from octavo.core.plan import PositionLogprobs
 from octavo.core.sampling_params import SamplingParams
-from octavo.kernels.pinned import host_empty
+from octavo.kernels.arrays import Array
 
 #: Results of ``SamplingBackend.choose`` that are no tokens, and the reasons.
 NO_TOKEN = {
@@ -77,34 +76,52 @@ class PendingLogprobs(Protocol):
 
 
 class SamplingBackend(ABC):
-    """Samples from rows of logits [n, vocab], float32 and contiguous in the last dimension, on their device.
+    """Samples from rows of logits [n, vocab], as ``prepare`` makes them.
 
-    A backend of a GPU queues its work on the current stream and returns. The defaults here are for logits on the host.
+    A backend of a GPU queues its work on the current stream and returns. The defaults here are for tokens on the host.
     """
 
-    def prepare(self, logits: Tensor) -> Tensor:
+    @abstractmethod
+    def prepare(self, logits: Array) -> Any:
         """Logits of any type as the other methods expect them, in the same memory if possible."""
-        if logits.is_cpu and logits.dtype is torch.float32 and logits.is_contiguous():
-            return logits  # the usual case; torch calls without effect are not free
-        return as_rows(logits.cpu())
 
-    def to_device(self, values: NDArray[np.int64]) -> Tensor:
-        """The values on the logits' device, without waiting for it."""
-        return torch.from_numpy(values)
+    def to_device(self, values: NDArray[np.int64]) -> Any:
+        """Token ids where the logits are, without waiting for it."""
+        return values
+
+    def fetch(self, tokens: Any) -> Callable[[], NDArray[np.int64]]:
+        """Begins to copy tokens to the host; the returned function waits for them."""
+        return lambda: tokens
+
+    def select(self, tokens: Any, indices: NDArray[np.int64]) -> Any:
+        """The tokens at these indices, where they are."""
+        return tokens[indices]
 
     @abstractmethod
-    def choose_most_likely(self, logits: Tensor) -> Tensor:
+    def copy_rows(self, logits: Any, rows: NDArray[np.int64]) -> Any:
+        """A copy of these rows of the logits, where they are."""
+
+    @abstractmethod
+    def edit_rows(self, logits: Any, rows: list[int]) -> dict[int, NDArray[np.float32]]:
+        """These rows on the host, to be changed: float32 [vocab] of each."""
+
+    def put_rows(self, logits: Any, edited: dict[int, NDArray[np.float32]]) -> None:
+        """Puts edited rows back, where they are not the logits' own memory."""
+        return None
+
+    @abstractmethod
+    def choose_most_likely(self, logits: Any) -> Any:
         """As ``choose``, with all rows greedy and without masks."""
 
     @abstractmethod
     def choose(
         self,
-        logits: Tensor,
+        logits: Any,
         filters: NDArray[np.void],
         keys: NDArray[np.uint32],
         mask: NDArray[np.uint32] | None = None,
-    ) -> Tensor:
-        """A token for each row, or a key of ``NO_TOKEN``: int64 [n], on the logits' device.
+    ) -> Any:
+        """A token for each row, or a key of ``NO_TOKEN``: int64 [n], where the logits are.
 
         The arrays may be changed after the call returns.
 
@@ -117,7 +134,7 @@ class SamplingBackend(ABC):
 
     @abstractmethod
     def logprobs(
-        self, logits: Tensor, indices: NDArray[np.int64], tokens: Tensor, counts: NDArray[np.int64]
+        self, logits: Any, indices: NDArray[np.int64], tokens: Any, counts: NDArray[np.int64]
     ) -> PendingLogprobs:
         """Logprobs of ``tokens[i]`` in row ``indices[i]`` of the logits, and of its ``counts[i]`` most likely tokens.
 
@@ -136,34 +153,6 @@ class HostLogprobs:
     def wait(self) -> list[PositionLogprobs]:
         """See ``PendingLogprobs``."""
         return self._found
-
-
-class HostCopy:
-    """An asynchronous copy of a tensor to the host."""
-
-    __slots__ = ("_copy", "_done")
-
-    def __init__(self, values: Tensor) -> None:
-        self._done: torch.cuda.Event | None = None
-        self._copy = values
-        if values.is_cuda:
-            # Torch's pool reuses pinned memory only after copies into it are done.
-            self._copy = host_empty(values.shape, values.dtype)
-            self._copy.copy_(values, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record(torch.cuda.current_stream(values.device))
-
-    def wait(self) -> Tensor:
-        """The tensor on the host; the same tensor if it was there already."""
-        if self._done is not None:
-            self._done.synchronize()
-        return self._copy
-
-
-def as_rows(logits: Tensor) -> Tensor:
-    """The logits as float32, contiguous in the last dimension, in the same memory if possible."""
-    values = logits.detach().float()
-    return values if values.stride(-1) == 1 else values.contiguous()
 
 
 def as_position_logprobs(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec
@@ -15,6 +14,7 @@ from octavo.layers.context import LayerContext
 from octavo.layers.layer import Layer
 from octavo.layers.linear import QKVParallelLinear, RowParallelLinear
 from octavo.layers.norm import RMSNorm
+from octavo.layers.rope import RotaryTable
 
 
 class Attention(Layer):
@@ -25,7 +25,7 @@ class Attention(Layer):
         config: ModelConfig,
         context: LayerContext,
         spec: AttentionSpec,
-        cos_sin: Tensor | None = None,
+        rotary: RotaryTable | None = None,
         norm: type[RMSNorm] = RMSNorm,
     ) -> None:
         """Tensors are named q_proj, k_proj, v_proj, o_proj, and q_norm and k_norm if the configuration has ``qk_norm``.
@@ -34,7 +34,7 @@ class Attention(Layer):
             config: sizes, biases, and whether heads of q and k are normalised before the rotation.
             context: as for all layers.
             spec: scale, window and soft cap; the ALiBi slopes are those of all heads of the network.
-            cos_sin: the rotary table, see ``rotary_table``; None: queries and keys are not rotated.
+            rotary: the table of positions; None: queries and keys are not rotated.
             norm: of queries and keys.
         """
         super().__init__()
@@ -48,7 +48,7 @@ class Attention(Layer):
             self.q_norm = self.attach("q_norm", norm(context, head_dim, config.rms_norm_eps))
             self.k_norm = self.attach("k_norm", norm(context, head_dim, config.rms_norm_eps))
         self.head_dim = head_dim
-        self.heads = [self.qkv.heads, self.qkv.kv_heads, self.qkv.kv_heads]
+        self.heads, self.kv_heads = self.qkv.heads, self.qkv.kv_heads
         self.kv_spec = KVSpec(
             "full" if spec.window is None else "sliding",
             self.qkv.kv_heads,
@@ -61,7 +61,7 @@ class Attention(Layer):
             spec = replace(spec, alibi_slopes=own)
         self.spec = spec
         context.kernels.check_attention(spec)
-        self.cos_sin = cos_sin
+        self.rotary = rotary
 
     def make_qkv(self, config: ModelConfig, context: LayerContext) -> QKVParallelLinear:
         """The projections to queries, keys and values."""
@@ -69,22 +69,23 @@ class Attention(Layer):
             context, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias
         )
 
-    def __call__(self, x: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+    def __call__(self, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """Attention of x [T, E], float32 [T, E]; writes the tokens' keys and values to the cache."""
         return self.out(self.attend(self.qkv(x), cache, batch))
 
-    def add_to(self, residual: Tensor, x: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+    def add_to(self, residual: Array, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """residual + self(x, cache, batch), float32 [T, E]; the residual's memory may be reused."""
         return self.out.add_to(residual, self.attend(self.qkv(x), cache, batch))
 
-    def attend(self, qkv: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+    def attend(self, qkv: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """What ``qkv`` [T, all heads] attends to, before the output projection; writes keys and values."""
         tokens, kernels = qkv.shape[0], self.kernels
-        q, k, v = qkv.view(tokens, -1, self.head_dim).split(self.heads, dim=1)
+        heads, queries, keys = qkv.reshape(tokens, -1, self.head_dim), self.heads, self.heads + self.kv_heads
+        q, k, v = heads[:, :queries], heads[:, queries:keys], heads[:, keys:]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.cos_sin is None:
+        if self.rotary is None:
             kernels.reshape_and_cache(k, v, cache, batch.slot_mapping[cache.group])
         else:
-            q = kernels.rotary_and_cache(q, k, v, batch, self.cos_sin, cache)
-        return kernels.paged_attention(q, cache, batch, self.spec).view(tokens, -1)
+            q = kernels.rotary_and_cache(q, k, v, batch, self.rotary.array, cache)
+        return kernels.paged_attention(q, cache, batch, self.spec).reshape(tokens, -1)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.kernels.interface import Kernels
 from octavo.kernels.lora import LowRankShape
@@ -17,8 +16,7 @@ class LayerContext:
 
     kernels: Kernels
     #: Type of weights and activations.
-    dtype: torch.dtype
-    device: torch.device | str = "cpu"
+    dtype: DType
     #: Format of the matrices of linear layers and of the head: "int8", "int4", "fp8", that of the checkpoint ("gguf" or
     #: ``CheckpointQuantization.name``), or None (``dtype``).
     quantization: str | None = None
@@ -41,19 +39,14 @@ class LayerContext:
             raise ConfigError(f"tp_rank must be 0 to {self.tp_size - 1} (tp_size - 1), not {self.tp_rank}")
 
     @property
-    def dtype_name(self) -> str:
-        """Name of ``dtype``, such as "bfloat16"."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
     def tensor_quantization(self) -> str | None:
-        """What ``Kernels.pack`` makes of matrices that come as tensors: "int8", "int4", "fp8", or None (``dtype``)."""
+        """What ``Kernels.pack`` makes of matrices that come as arrays: "int8", "int4", "fp8", or None (``dtype``)."""
         return self.quantization if self.quantization in ("int8", "int4", "fp8") else None
 
     @property
     def kv_dtype_name(self) -> str:
         """Type of the KV cache's numbers, as in ``KVSpec.dtype``."""
-        return self.dtype_name if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     def low_rank_shape(self, inputs: int, *outputs: int) -> LowRankShape:
         """The slots for adapters of a layer of these sizes, of this rank; see ``LowRankShape``."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+import numpy as np
 
 from octavo.core.kv_spec import KVSpec
+from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec
@@ -22,6 +23,7 @@ from octavo.layers.context import LayerContext
 from octavo.layers.layer import Layer, Weight
 from octavo.layers.linear import ParallelLinear, Part, RowParallelLinear
 from octavo.layers.norm import RMSNorm
+from octavo.layers.rope import RotaryTable
 
 #: Of the norms of latents, whatever that of the network is.
 _EPS = 1e-6
@@ -52,7 +54,9 @@ class LatentShape:
 class LatentAttention(Layer):
     """The attention of a layer; each rank has a share of the heads, and all of the cache."""
 
-    def __init__(self, context: LayerContext, hidden: int, shape: LatentShape, scale: float, cos_sin: Tensor) -> None:
+    def __init__(
+        self, context: LayerContext, hidden: int, shape: LatentShape, scale: float, rotary: RotaryTable
+    ) -> None:
         super().__init__()
         own = context.share(shape.heads, "query heads", 1)
         head = shape.nope + shape.rope
@@ -69,23 +73,31 @@ class LatentAttention(Layer):
         self.kv_up = self.attach("kv_b_proj", _UpProjection(context, shape, own))
         out = RowParallelLinear(context, shape.heads * shape.value, hidden, False, columns)
         self.out = self.attach("o_proj", out)
-        self.kernels, self.cos_sin, self._head = context.kernels, cos_sin, head
-        self._parts = [query.size, shape.kv_rank, shape.rope]
+        self.kernels, self.rotary, self._head = context.kernels, rotary, head
+        #: Columns of the first product: the queries', then the latent's, then the rotated key's.
+        self._latent, self._rope = query.size, query.size + shape.kv_rank
         self.kv_spec = KVSpec("latent", 1, shape.cached, context.kv_dtype_name)
         self.spec = AttentionSpec(scale, value_dim=shape.kv_rank)
         context.kernels.check_attention(self.spec)
 
-    def add_to(self, residual: Tensor, x: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+    def add_to(self, residual: Array, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """residual + attention of x, both [T, E]; writes the tokens' latents and rotated keys to the cache."""
         tokens, kernels = x.shape[0], self.kernels
-        q, latent, k_rope = self.down(x).split(self._parts, dim=1)
+        down = self.down(x)
+        q, latent, k_rope = down[:, : self._latent], down[:, self._latent : self._rope], down[:, self._rope :]
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up(self.q_norm(q))
         q = kernels.latent_rotary_and_cache(
-            q.view(tokens, -1, self._head), self.kv_norm(latent), k_rope, self.kv_up.keys, batch, self.cos_sin, cache
+            q.reshape(tokens, -1, self._head),
+            self.kv_norm(latent),
+            k_rope,
+            self.kv_up.keys,
+            batch,
+            self.rotary.array,
+            cache,
         )
         attended = kernels.paged_attention(q, cache, batch, self.spec)
-        return self.out.add_to(residual, self.kv_up.values(attended).view(tokens, -1))
+        return self.out.add_to(residual, self.kv_up.values(attended).reshape(tokens, -1))
 
 
 class _DownProjection(ParallelLinear):
@@ -106,17 +118,15 @@ class _UpProjection(Layer):
         #: To multiply queries by, [heads, kv_rank, nope], and what they attend to, [heads, value, kv_rank].
         self.keys: PackedHeads
         self.values: PackedHeads
-        self._context, self._own, self._parts = context, own, (shape.nope, shape.value)
+        self._context, self._own, self._nope, self._value = context, own, shape.nope, shape.value
         head = shape.nope + shape.value
         self.expected["weight"] = (shape.heads * head, shape.kv_rank)
-        self.holds.append(
-            Weight("weight", ((own.stop - own.start) * head, shape.kv_rank), "linear", context.dtype_name)
-        )
+        self.holds.append(Weight("weight", ((own.stop - own.start) * head, shape.kv_rank), "linear", context.dtype))
 
-    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
-        """Copies and packs the matrices of this rank's heads."""
+    def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
+        """Packs the matrices of this rank's heads."""
         rows = tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
-        heads = rows.unflatten(0, (-1, sum(self._parts)))[self._own]
-        keys, values = heads.to(self._context.device, self._context.dtype, copy=True).split(self._parts, dim=1)
-        self.keys = self._context.kernels.pack_heads(keys.transpose(1, 2))
-        self.values = self._context.kernels.pack_heads(values)
+        heads = rows.reshape(-1, self._nope + self._value, rows.shape[1])[self._own]
+        kernels, dtype = self._context.kernels, self._context.dtype
+        self.keys = kernels.pack_heads(heads[:, : self._nope].transpose(0, 2, 1), dtype)
+        self.values = kernels.pack_heads(heads[:, self._nope :], dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from torch import Tensor
+import numpy as np
 
 from octavo.core.errors import WeightError
 from octavo.kernels.quantized_rows import QuantizedRows
@@ -37,7 +37,7 @@ class Weight(NamedTuple):
 class Layer:
     """A node of the network.
 
-    Not a ``torch.nn.Module``: its attribute look-up costs more than some kernels at batch 1. A layer with weights lists
+    A layer with weights lists
     in ``expected`` the checkpoint's tensors that are not loaded yet, by their name below the layer's name, with their
     whole shape (not this rank's share), and in ``holds`` the weights that it makes of them.
     """
@@ -76,7 +76,7 @@ class Layer:
         for name, child in self._children:
             yield from child.lora_layers(f"{prefix}{name}." if name else prefix)
 
-    def load(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
+    def load(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
         """Loads one whole tensor of the checkpoint, of any floating type or in a checkpoint's own bits.
 
         After the last one the layer is ready.
@@ -93,7 +93,7 @@ class Layer:
             self.complete()
 
     def place(self, shard: str, tensor: Any) -> None:
-        """Copies this rank's share of a tensor of the expected shape into the layer's weight."""
+        """Takes this rank's share of a tensor of the expected shape, mapped from a file perhaps until ``complete``."""
         raise NotImplementedError
 
     def complete(self) -> None:

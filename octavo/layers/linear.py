@@ -1,18 +1,20 @@
 """Linear layers and their shares in a tensor-parallel group (Shoeybi et al. 2019, section 3).
 
-Checkpoint tensors are copied into one unpacked matrix as they are read; after the last one the backend packs the matrix
-and the unpacked one is freed, so at most one layer is in memory twice.
+Checkpoint tensors are kept as they are read, mapped from their files where these allow it; after the last one of a
+layer the backend packs this rank's share of them as one matrix, and they are dropped.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
+from octavo.kernels.arrays import Array
 from octavo.kernels.lora import LowRank, LowRankPart, PackedAdapter
 from octavo.kernels.packed_weight import Activation, PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
@@ -68,39 +70,36 @@ class ParallelLinear(Layer, LoraLayer):
         pieces: int = 1,
     ) -> None:
         super().__init__()
-        self.kernels = context.kernels
+        self.kernels, self.dtype = context.kernels, context.dtype
         self.packed: PackedWeight
         self._parts = {part.tensor_name(kind): part for part in parts for kind in ("weight", "bias")}
-        self._offsets: dict[str, int] = {}
-        self.out_features = 0
+        self._part_names = [part.name for part in parts]
+        self.out_features = sum(part.size for part in parts)
         for part in parts:
-            self._offsets[part.name] = self.out_features
-            self.out_features += part.size
             self.expected[part.tensor_name("weight")] = (part.full_rows, in_features)
             if bias:
                 self.expected[part.tensor_name("bias")] = (part.full_rows,)
-        dtype = context.quantization or context.dtype_name
+        dtype = context.quantization or context.dtype
         shape = (self.out_features, local_in_features)
         self.holds.append(Weight(f"{self.prefix}weight", shape, "linear", dtype, pieces=pieces))
         if bias:
-            self.holds.append(Weight(f"{self.prefix}bias", (self.out_features,), "vector", context.dtype_name))
+            self.holds.append(Weight(f"{self.prefix}bias", (self.out_features,), "vector", context.dtype))
         self._context = context
-        self._local_in_features = local_in_features
         self._pieces = pieces
-        self._weight: Tensor | None = None
-        self._blocks: dict[str, QuantizedRows] = {}
-        self._bias: Tensor | None = None
+        #: Shares of this rank, by the parts' names.
+        self._weights: dict[str, np.ndarray | QuantizedRows] = {}
+        self._biases: dict[str, np.ndarray] = {}
         self._lora_shares = parts
         self.lora_parts = {part.name: (part.full_rows, in_features) for part in parts}
         if context.max_loras:
             slots = context.low_rank_shape(local_in_features, *(part.size for part in parts))
             self.low_rank = context.kernels.adapters.make_low_rank(slots)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Array) -> Array:
         """x [T, in], of the network's type or float32, to [T, out] of the network's type."""
         return self.packed(x, self._context.dtype, self.with_adapters(x))
 
-    def with_adapters(self, x: Tensor, add: Tensor | None = None) -> Tensor | None:
+    def with_adapters(self, x: Array, add: Array | None = None) -> Array | None:
         """What the product is to add: ``add`` and the low-rank products of x, both [T, out]; perhaps nothing."""
         return add if self.low_rank is None else self.low_rank(x, add)
 
@@ -117,40 +116,40 @@ class ParallelLinear(Layer, LoraLayer):
             ]
         )
 
-    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
-        """Copies this rank's rows and columns into the unpacked matrix, or its rows into the bias."""
+    def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
+        """Keeps this rank's rows and columns."""
         part = self._parts[shard]
         if isinstance(tensor, QuantizedRows):
-            self._blocks[part.name] = tensor.take(part.rows, part.columns)
-            return
-        start = self._offsets[part.name]
-        rows = slice(start, start + part.size)
-        if tensor.dim() == 1:
-            if self._bias is None:
-                self._bias = self._empty(self.out_features)
-            self._bias[rows] = tensor[part.rows]
+            self._weights[part.name] = tensor.take(part.rows, part.columns)
+        elif tensor.ndim == 1:
+            self._biases[part.name] = tensor[part.rows]
         else:
-            if self._weight is None:
-                self._weight = self._empty(self.out_features, self._local_in_features)
-            self._weight[rows] = tensor[part.rows, part.columns]
+            self._weights[part.name] = tensor[part.rows, part.columns]
 
     def complete(self) -> None:
-        """Packs the matrix and drops the unpacked one."""
-        if self._weight is None:
-            parts: Sequence[Tensor | QuantizedRows] = [self._blocks[name] for name in self._offsets]
-        else:
-            for name, blocks in self._blocks.items():  # in some checkpoints only a part of the matrices is quantised
-                start = self._offsets[name]
-                self._weight[start : start + blocks.shape[0]] = blocks.dequantize()
-            parts = self._weight.tensor_split(list(self._offsets.values())[1:])
-        self.packed = self.kernels.pack(
-            parts, self._bias, self._context.tensor_quantization, gated=self._gated, pieces=self._pieces
-        )
-        self._weight = self._bias = None
-        self._blocks = {}
+        """Packs the matrices and drops them."""
+        self.packed = self._pack(self._take_matrices(), self._take_bias(), self._pieces)
 
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._context.dtype, device=self._context.device)
+    def _take_matrices(self) -> list[np.ndarray | QuantizedRows]:
+        """This rank's share of each part, in order: all in the checkpoint's own bits, or none."""
+        parts, self._weights = [self._weights[name] for name in self._part_names], {}
+        if all(isinstance(part, QuantizedRows) for part in parts):
+            return parts
+        # In some checkpoints only a part of the matrices is quantised.
+        return [part.dequantize() if isinstance(part, QuantizedRows) else part for part in parts]
+
+    def _take_bias(self) -> np.ndarray | None:
+        """That of all parts, if they have one."""
+        parts, self._biases = [self._biases[name] for name in self._part_names if name in self._biases], {}
+        return np.concatenate(parts) if parts else None
+
+    def _pack(
+        self, parts: Sequence[np.ndarray | QuantizedRows], bias: np.ndarray | None, pieces: int = 1
+    ) -> PackedWeight:
+        context = self._context
+        return self.kernels.pack(
+            parts, bias, context.tensor_quantization, dtype=context.dtype, gated=self._gated, pieces=pieces
+        )
 
 
 class MergedColumnParallelLinear(ParallelLinear):
@@ -175,7 +174,7 @@ class MergedColumnParallelLinear(ParallelLinear):
         super().__init__(context, shares, in_features, in_features, bias)
         self._activation = activation
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Array) -> Array:
         """activation(x W^T + b): x [T, in] to [T, out], [T, out / 2] of gate and up."""
         return self.packed(x, self._context.dtype, self.with_adapters(x), self._activation)
 
@@ -230,19 +229,19 @@ class ConcatenatedInputs(ParallelLinear):
     #: Columns of each input.
     widths: Sequence[int]
 
-    def product(self, index: int, x: Tensor, out_dtype: torch.dtype, add: Tensor | None = None) -> Tensor:
+    def product(self, index: int, x: Array, out_dtype: DType, add: Array | None = None) -> Array:
         """add + the product with input ``index``, x [T, width]: [T, out]; the bias comes with the last input."""
         return self._each[index](x, out_dtype, add)
 
     def complete(self) -> None:
         """Packs the columns of each input as a matrix of its own."""
-        assert self._weight is not None
-        last = len(self.widths) - 1
+        parts, bias = self._take_matrices(), self._take_bias()
+        matrices = [part.dequantize() if isinstance(part, QuantizedRows) else part for part in parts]
+        ends = [*itertools.accumulate(self.widths)]
         self._each = [
-            self.kernels.pack([part.contiguous()], self._bias if i == last else None, self._context.tensor_quantization)
-            for i, part in enumerate(self._weight.split(list(self.widths), dim=1))
+            self._pack([matrix[:, end - width : end] for matrix in matrices], bias if end == ends[-1] else None)
+            for width, end in zip(self.widths, ends, strict=True)
         ]
-        self._weight = self._bias = None
 
 
 class ReplicatedConcatLinear(ConcatenatedInputs):
@@ -302,20 +301,22 @@ class RowParallelLinear(ParallelLinear):
         is_subtree = in_features % (2 * _PIECES) == 0 and _PIECES % size == 0 and share * size == in_features
         super().__init__(context, [part], in_features, share, bias, _PIECES // size if is_subtree else 1)
         #: float32 [out] if there are several ranks: added after the sum, by each of them.
-        self._late_bias: Tensor | None = None
+        self._late_bias: Array | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Array) -> Array:
         """This rank's columns of x [T, in] to float32 [T, out]."""
-        return self.kernels.all_reduce(self.packed(x, torch.float32, self.with_adapters(x)), self._late_bias)
+        return self.kernels.all_reduce(self.packed(x, DType.FLOAT32, self.with_adapters(x)), self._late_bias)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, residual: Array, x: Array) -> Array:
         """residual + self(x), float32 [T, out]; the residual's memory may be reused."""
         if self._context.tp_size == 1:
-            return self.packed(x, torch.float32, self.with_adapters(x, residual))
-        return self.kernels.all_reduce(self.packed(x, torch.float32, self.with_adapters(x)), self._late_bias, residual)
+            return self.packed(x, DType.FLOAT32, self.with_adapters(x, residual))
+        return self.kernels.all_reduce(self.packed(x, DType.FLOAT32, self.with_adapters(x)), self._late_bias, residual)
 
     def complete(self) -> None:
         """Packs the matrix, of several ranks without the bias."""
-        if self._context.tp_size > 1 and self._bias is not None:
-            self._late_bias, self._bias = self._bias.float(), None
+        if self._context.tp_size > 1 and (bias := self._take_bias()) is not None:
+            # The weights' type is that of a bias that one rank adds.
+            rounded = bias.astype(self._context.dtype.numpy)
+            self._late_bias = self.kernels.array(rounded, DType.FLOAT32)
         super().complete()

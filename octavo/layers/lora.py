@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-from torch import Tensor
+import numpy as np
 
 from octavo.core.errors import AdapterError
 from octavo.kernels.lora import LowRank, LowRankEmbedding, LowRankPart, PackedAdapter, check_part
 
 #: The matrices of one adapter for a part of a layer: A [rank, in] and B [out, rank], times the adapter's scale.
-LoraMatrices = tuple[Tensor, Tensor]
+LoraMatrices = tuple[np.ndarray, np.ndarray]
 
 
 class LoraLayer(ABC):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
+from octavo.kernels.arrays import Array
 from octavo.kernels.packed_weight import Activation
 from octavo.layers.context import LayerContext
 from octavo.layers.layer import Layer
@@ -20,7 +19,7 @@ class MLP(Layer):
         )
         self.fc2 = self.attach("fc2", RowParallelLinear(context, inner, hidden, bias))
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, residual: Array, x: Array) -> Array:
         """residual + the network's output for x, both [T, E]."""
         return self.fc2.add_to(residual, self.fc1(x))
 
@@ -35,10 +34,10 @@ class GatedMLP(Layer):
         self.gate_up = self.attach("", GateUpParallelLinear(context, hidden, inner, bias, activation))
         self.down = self.attach("down_proj", RowParallelLinear(context, inner, hidden, bias))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Array) -> Array:
         """The network's output for x [T, E], float32 [T, E]."""
         return self.down(self.gate_up(x))
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, residual: Array, x: Array) -> Array:
         """residual + self(x), float32 [T, E]; the residual's memory may be reused."""
         return self.down.add_to(residual, self.gate_up(x))

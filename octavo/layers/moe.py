@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from octavo.core.dtypes import DType
+from octavo.kernels.arrays import Array
 from octavo.kernels.experts import PackedExperts, RoutingSpec
 from octavo.kernels.packed_weight import PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
@@ -59,8 +60,8 @@ class SparseMoE(Layer):
         self._routing = routing
         self._router: PackedWeight
         self._experts: PackedExperts
-        self._rows: dict[str, Tensor] = {}
-        self._bias: Tensor | None = None
+        self._rows: dict[str, np.ndarray] = {}
+        self._bias: Array | None = None
         context = replace(context, max_loras=0)  # adapters of experts are refused
         #: Gate and up, and down, of each expert, until they are packed together.
         self._gate_up = [GateUpParallelLinear(context, hidden, inner, bias=False) for _ in range(num_experts)]
@@ -80,32 +81,33 @@ class SparseMoE(Layer):
                 self.expected |= {f"{prefix}{shard}": shape for shard, shape in linear.expected.items()}
                 self.holds += [weight._replace(active=share) for weight in linear.weights(prefix)]
         self.expected |= routers
-        self.holds += [Weight(name, shape, "linear", context.dtype_name) for name, shape in routers.items()]
+        self.holds += [Weight(name, shape, "linear", context.dtype) for name, shape in routers.items()]
         if choice_bias:
             self.expected[_BIAS] = (num_experts,)
             self.holds.append(Weight(_BIAS, (num_experts,), "vector", "float32"))
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, residual: Array, x: Array) -> Array:
         """residual + the weighted sum of the results of each token's experts for x, both [T, hidden]."""
-        experts, weights = self.kernels.route(self._router(x, torch.float32), self._routing, self._bias)
+        experts, weights = self.kernels.route(self._router(x, DType.FLOAT32), self._routing, self._bias)
         if self._context.tp_size == 1:
             return self._experts(x, experts, weights, residual)
         return self.kernels.all_reduce(self._experts(x, experts, weights), add=residual)
 
-    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
-        """Copies a tensor of an expert, or of the router; an expert's matrix is packed after its last tensor."""
+    def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
+        """Takes a tensor of an expert, or of the router; an expert's matrix is packed after its last tensor."""
         if shard in self._linears:
             linear, name = self._linears[shard]
             linear.load(name, tensor)
             return
         values = tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
-        dtype = torch.float32 if shard == _BIAS else self._context.dtype
-        self._rows[shard] = torch.empty(values.shape, dtype=dtype, device=self._context.device).copy_(values)
+        self._rows[shard] = values
 
     def complete(self) -> None:
         """Packs the router, and the experts together."""
-        self._bias = self._rows.pop(_BIAS, None)
-        self._router = self.kernels.pack([self._rows[name] for name in sorted(self._rows)])
+        if _BIAS in self._rows:
+            self._bias = self.kernels.array(self._rows.pop(_BIAS), DType.FLOAT32)
+        routers = [self._rows[name] for name in sorted(self._rows)]
+        self._router = self.kernels.pack(routers, dtype=self._context.dtype)
         self._experts = self.kernels.pack_experts(
             [linear.packed for linear in self._gate_up], [linear.packed for linear in self._down], self._routing.shared
         )

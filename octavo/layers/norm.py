@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from octavo.core.dtypes import DType
+from octavo.kernels.arrays import Array
 from octavo.layers.context import LayerContext
 from octavo.layers.layer import Layer, Weight
 
@@ -12,22 +13,21 @@ from octavo.layers.layer import Layer, Weight
 class _Norm(Layer):
     """Vectors [size] under their checkpoint names."""
 
-    def __init__(
-        self, context: LayerContext, size: int, eps: float, names: tuple[str, ...], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, context: LayerContext, size: int, eps: float, names: tuple[str, ...], dtype: DType) -> None:
         super().__init__()
         self.kernels = context.kernels
         self.eps = eps
         self.dtype = context.dtype
-        self._vectors = {name: torch.empty(size, dtype=dtype, device=context.device) for name in names}
+        self.weight: Array
+        self.bias: Array | None = None
+        self._stored = dtype
         for name in names:
             self.expected[name] = (size,)
-            self.holds.append(Weight(name, (size,), "vector", str(dtype).removeprefix("torch.")))
-        self.weight = self._vectors["weight"]
+            self.holds.append(Weight(name, (size,), "vector", dtype))
 
-    def place(self, shard: str, tensor: Tensor) -> None:
+    def place(self, shard: str, tensor: np.ndarray) -> None:
         """Copies the vector."""
-        self._vectors[shard].copy_(tensor)
+        setattr(self, shard, self.kernels.array(tensor, self._stored))
 
 
 class RMSNorm(_Norm):
@@ -38,25 +38,24 @@ class RMSNorm(_Norm):
     """
 
     def __init__(self, context: LayerContext, size: int, eps: float, *, unit_offset: bool = False) -> None:
-        super().__init__(context, size, eps, ("weight",), torch.float32 if unit_offset else context.dtype)
-        self._offset = 1.0 if unit_offset else 0.0
+        super().__init__(context, size, eps, ("weight",), DType.FLOAT32 if unit_offset else context.dtype)
+        self._unit_offset = unit_offset
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Array) -> Array:
         """The norm of x, of the same shape and of the network's type."""
         return self.kernels.rms_norm(x, self.weight, self.eps, out_dtype=self.dtype)
 
-    def float32(self, x: Tensor) -> Tensor:
+    def float32(self, x: Array) -> Array:
         """The norm of x in float32, as a residual stream."""
-        return self.kernels.rms_norm(x, self.weight, self.eps, out_dtype=torch.float32)
+        return self.kernels.rms_norm(x, self.weight, self.eps, out_dtype=DType.FLOAT32)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, residual: Array, x: Array) -> Array:
         """residual + the norm of x, float32 [T, E]; the residual's memory may be reused."""
         return self.kernels.rms_norm(x, self.weight, self.eps, add=residual)
 
-    def place(self, shard: str, tensor: Tensor) -> None:
+    def place(self, shard: str, tensor: np.ndarray) -> None:
         """Copies the weight."""
-        self.weight.copy_(tensor)
-        self.weight += self._offset
+        super().place(shard, tensor.astype(np.float32) + np.float32(1.0) if self._unit_offset else tensor)
 
 
 class LayerNorm(_Norm):
@@ -64,12 +63,11 @@ class LayerNorm(_Norm):
 
     def __init__(self, context: LayerContext, size: int, eps: float, *, bias: bool = True) -> None:
         super().__init__(context, size, eps, ("weight", "bias") if bias else ("weight",), context.dtype)
-        self.bias = self._vectors.get("bias")
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Array) -> Array:
         """The norm of x, of the same shape and of the network's type."""
         return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, out_dtype=self.dtype)
 
-    def float32(self, x: Tensor) -> Tensor:
+    def float32(self, x: Array) -> Array:
         """The norm of x in float32, as a residual stream."""
-        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, out_dtype=torch.float32)
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, out_dtype=DType.FLOAT32)

@@ -7,6 +7,9 @@ already cached, and make a request's answer depend on the lengths of others. Her
 within the model's original length the table is the unscaled (``dynamic``) or short (``longrope``) one, beyond it the
 one for a text of ``max_position`` tokens. For shorter texts, ``dataclasses.replace(config, max_position=...)`` gives a
 more accurate and smaller table.
+
+Frequencies and angles are float32, as in the code that trained the models; powers, cosines and sines are computed in
+float64 and rounded, so that they are the same on every machine whatever its library of float32 functions.
 """
 
 from __future__ import annotations
@@ -15,65 +18,88 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ROPE_TYPES, ModelConfig, RopeConfig
+from octavo.kernels.arrays import Array, ArrayMaker
 
 #: Rows that are computed at once: what is set aside for their angles stays small beside the table.
 _PIECE = 1 << 16
 
 
-def rotary_table(config: ModelConfig, device: torch.device | str, positions: int | None = None) -> Tensor:
-    """Cosines, then sines, of the first ``positions`` positions: float32 [positions, R].
+class RotaryTable:
+    """The table of one configuration on a backend; layers hold it, and it may grow between steps."""
 
-    R is the number of rotated dimensions of a head; by default there are ``config.max_position`` positions, and none on
-    torch's meta device. All values are multiplied by the attention factor of the scaling.
+    def __init__(self, config: ModelConfig, kernels: ArrayMaker, positions: int | None = None) -> None:
+        """The first ``positions`` positions, by default ``config.max_position``.
 
-    Raises:
-        UnsupportedModelError: the rope type is unknown.
-        ConfigError: a parameter of the scaling is missing or out of range.
-    """
+        Raises:
+            UnsupportedModelError: the rope type is unknown.
+            ConfigError: a parameter of the scaling is missing or out of range.
+        """
+        self._config, self._kernels = config, kernels
+        frequencies, self._factor = _frequencies(config)
+        self._frequencies = frequencies
+        self.array: Array
+        self._length = -1
+        self.extend(config.max_position if positions is None else positions)
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of a row."""
+        return 2 * self._frequencies.nbytes
+
+    def extend(self, positions: int) -> None:
+        """Computes ``array`` anew, float32 [positions, R], if it has less than ``positions`` rows.
+
+        A row has R / 2 cosines, then R / 2 sines, of the R rotated dimensions of a head, multiplied by the attention
+        factor of the scaling.
+        """
+        positions = min(positions, self._config.max_position)
+        if positions <= self._length:
+            return
+        self._length = positions
+        self.array = self._kernels.array(rotary_values(self._frequencies, positions, self._factor))
+
+
+def rotary_values(frequencies: NDArray[np.float32], positions: int, factor: float) -> NDArray[np.float32]:
+    """Cosines, then sines, of the angles of positions from 0 on, times the factor: [positions, 2 * frequencies]."""
+    half = len(frequencies)
+    table = np.empty((positions, 2 * half), np.float32)
+    for start in range(0, positions, _PIECE):
+        rows = table[start : start + _PIECE]
+        angles = np.outer(np.arange(start, start + len(rows), dtype=np.float32), frequencies).astype(np.float64)
+        rows[:, :half] = np.cos(angles)
+        rows[:, half:] = np.sin(angles)
+        rows *= np.float32(factor)
+    return table
+
+
+def _frequencies(config: ModelConfig) -> tuple[NDArray[np.float32], float]:
+    """The angle from position to position of each pair of dimensions, and the attention factor of the scaling."""
     rope = config.rope
-    if rope.rope_type not in _FREQUENCIES:
+    if rope.rope_type not in _SCALINGS:
         raise UnsupportedModelError(
             f"rope type {rope.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
         )
     try:
-        frequencies, attention_factor = _FREQUENCIES[rope.rope_type](config, rope)
+        return _SCALINGS[rope.rope_type](config, rope)
     except KeyError as e:
         raise ConfigError(f"rope type {rope.rope_type!r} needs the parameter {e.args[0]!r} in config.json") from None
-    except (ArithmeticError, TypeError, ValueError, RuntimeError) as e:
+    except (ArithmeticError, TypeError, ValueError) as e:
         raise ConfigError(f"rope type {rope.rope_type!r} with parameters {rope.scaling}: {e}") from None
-    half = len(frequencies)
-    if torch.device(device).type == "meta":
-        return torch.empty(0, 2 * half, device=device)
-    count = config.max_position if positions is None else min(positions, config.max_position)
-    table = torch.empty(count, 2 * half)
-    for start in range(0, count, _PIECE):
-        rows = table[start : start + _PIECE]
-        angles = torch.outer(torch.arange(start, start + len(rows)).float(), frequencies)
-        torch.cos(angles, out=rows[:, :half])
-        torch.sin(angles, out=rows[:, half:])
-        rows *= attention_factor
-    return table.to(device)
-
-
-def extend_rotary_table(table: Tensor, config: ModelConfig, positions: int) -> None:
-    """Computes the table anew, in the same tensor, if it has less than ``positions`` rows."""
-    if positions > len(table):
-        longer = rotary_table(config, table.device, positions)
-        table.set_(longer.untyped_storage(), 0, longer.shape, longer.stride())
 
 
 def _rotated(config: ModelConfig, rope: RopeConfig) -> int:
     return int(config.head_dim * rope.partial_rotary_factor)
 
 
-def _wave(base: float, dim: int, of: int | None = None) -> Tensor:
+def _wave(base: float, dim: int, of: int | None = None) -> NDArray[np.float32]:
     """base ** (2 i / of) for the first dim / 2 pairs: the wavelength of each over 2 pi, in tokens."""
-    return base ** (torch.arange(0, dim, 2, dtype=torch.float32) / (of or dim))
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(of or dim)
+    return np.power(base, exponents.astype(np.float64)).astype(np.float32)
 
 
 def _original_length(config: ModelConfig, rope: RopeConfig) -> int:
@@ -86,23 +112,23 @@ def _configured_length(config: ModelConfig, rope: RopeConfig) -> int:
     return int(rope.scaling.get("max_position_embeddings") or config.max_position)
 
 
-def _default(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
+def _default(config: ModelConfig, rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
     return 1.0 / _wave(rope.theta, _rotated(config, rope)), 1.0
 
 
-def _linear(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
+def _linear(config: ModelConfig, rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
     """Positions divided by a factor (Chen et al. 2023, "Extending context window ... via position interpolation")."""
     return 1.0 / _wave(rope.theta, _rotated(config, rope)) / _factor(rope), 1.0
 
 
-def _proportional(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
+def _proportional(config: ModelConfig, rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
     """Rotates the first share of the pairs, at the frequencies of the whole head; the others are not rotated."""
     dim = 2 * int(rope.partial_rotary_factor * config.head_dim // 2)
     moving = 1.0 / _wave(rope.theta, dim, config.head_dim) / float(rope.scaling.get("factor", 1.0))
-    return torch.cat((moving, torch.zeros(config.head_dim // 2 - dim // 2))), 1.0
+    return np.concatenate((moving, np.zeros(config.head_dim // 2 - dim // 2, np.float32))), 1.0
 
 
-def _dynamic(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
+def _dynamic(config: ModelConfig, rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
     """NTK-aware scaling: the base grows with the length, which is ``max_position`` here (see the module)."""
     dim, factor, known = _rotated(config, rope), _factor(rope), _configured_length(config, rope)
     length = max(config.max_position, known)
@@ -110,7 +136,7 @@ def _dynamic(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
     return 1.0 / _wave(base, dim), 1.0
 
 
-def _yarn(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
+def _yarn(config: ModelConfig, rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
     """YaRN (Peng et al. 2023): fast pairs keep their frequency, slow ones are interpolated, a ramp between (3.2)."""
     scaling, dim, original = rope.scaling, _rotated(config, rope), _original_length(config, rope)
     factor = float(scaling.get("factor") or _configured_length(config, rope) / original)
@@ -125,7 +151,7 @@ def _yarn(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    interpolated = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    interpolated = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
     kept = 1 - interpolated
     wave = _wave(rope.theta, dim)
     frequencies = 1.0 / (factor * wave) * (1 - kept) + 1.0 / wave * kept
@@ -145,18 +171,18 @@ def _yarn_attention_factor(factor: float, scaling: dict[str, Any]) -> float:
     return temperature(1.0)
 
 
-def _longrope(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
+def _longrope(config: ModelConfig, rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
     """LongRoPE (Ding et al. 2024): a searched factor for each pair, one set within the original length, one beyond."""
     scaling, original = rope.scaling, _original_length(config, rope)
-    factors = torch.tensor(scaling["long_factor" if config.max_position > original else "short_factor"])
+    factors = np.array(scaling["long_factor" if config.max_position > original else "short_factor"], np.float32)
     factor = float(scaling.get("factor") or _configured_length(config, rope) / original)
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return 1.0 / (factors.float() * _wave(rope.theta, _rotated(config, rope))), float(attention_factor)
+    return 1.0 / (factors * _wave(rope.theta, _rotated(config, rope))), float(attention_factor)
 
 
-def _llama3(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
+def _llama3(config: ModelConfig, rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
     """Llama 3.1: low frequencies are divided by a factor, high ones are kept, those between are interpolated."""
     scaling, original = rope.scaling, _original_length(config, rope)
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
@@ -164,8 +190,8 @@ def _llama3(config: ModelConfig, rope: RopeConfig) -> tuple[Tensor, float]:
     wavelength = 2 * math.pi / frequencies
     blend = (original / wavelength - low) / (high - low)
     blended = (1 - blend) * frequencies / factor + blend * frequencies
-    slowed = torch.where(wavelength > original / low, frequencies / factor, blended)
-    return torch.where(wavelength < original / high, frequencies, slowed), 1.0
+    slowed = np.where(wavelength > original / low, frequencies / factor, blended)
+    return np.where(wavelength < original / high, frequencies, slowed), 1.0
 
 
 def _factor(rope: RopeConfig) -> float:
@@ -175,7 +201,7 @@ def _factor(rope: RopeConfig) -> float:
     return factor
 
 
-_FREQUENCIES: dict[str, Callable[[ModelConfig, RopeConfig], tuple[Tensor, float]]] = {
+_SCALINGS: dict[str, Callable[[ModelConfig, RopeConfig], tuple[NDArray[np.float32], float]]] = {
     "default": _default,
     "linear": _linear,
     "proportional": _proportional,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from octavo.core.dtypes import DType
+from octavo.kernels.arrays import Array
 from octavo.kernels.lora import LowRank, LowRankEmbedding, LowRankPart, PackedAdapter
 from octavo.kernels.packed_weight import PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
@@ -28,18 +29,19 @@ class _VocabularyShare(Layer):
         self.start = min(context.tp_rank * rows, vocab_size)
         self.end = min(self.start + rows, vocab_size)
 
-    def keeps_bits(self, tensor: Tensor | QuantizedRows) -> bool:
+    def keeps_bits(self, tensor: np.ndarray | QuantizedRows) -> bool:
         """Whether a head packs this rank's rows in the checkpoint's own bits: all ranks have whole ones."""
         return isinstance(tensor, QuantizedRows) and self.end - self.start == self.rows
 
-    def _take(self, tensor: Tensor | QuantizedRows) -> Tensor:
-        if isinstance(tensor, QuantizedRows):
-            tensor = tensor.dequantize()
-        table = torch.empty((self.rows, self._hidden_size), dtype=self._context.dtype, device=self._context.device)
-        held = self.end - self.start
-        table[:held] = tensor[self.start : self.end]
-        table[held:] = 0
-        return table
+    def _take(self, tensor: np.ndarray | QuantizedRows) -> np.ndarray:
+        values = tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
+        return self._padded(values[self.start : self.end])
+
+    def _padded(self, own: np.ndarray) -> np.ndarray:
+        """This rank's rows within the vocabulary, with zeros behind them if there are fewer than ``rows``."""
+        if len(own) == self.rows:
+            return own
+        return np.concatenate((own, np.zeros((self.rows - len(own), *own.shape[1:]), own.dtype)))
 
 
 class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
@@ -55,8 +57,8 @@ class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
         super().__init__(context, vocab_size, hidden_size)
         self.scale = 1.0
         self.expected["weight"] = (vocab_size, hidden_size)
-        self.holds.append(Weight("weight", (self.rows, hidden_size), "embedding", context.dtype_name))
-        self.table: Tensor | None = None
+        self.holds.append(Weight("weight", (self.rows, hidden_size), "embedding", context.dtype))
+        self.table: Array | None = None
         #: The matrix of a tied head, if it can serve in place of the table.
         self._shared: PackedWeight | None = None
         self._heads: list[ParallelLMHead] = []
@@ -66,17 +68,17 @@ class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
             self.low_rank = self.kernels.adapters.make_low_rank_embedding(slots)
         self._vocab_size = vocab_size
         #: [virtual tokens, E]; zero until they are written.
-        self.virtual: Tensor | None = None
+        self.virtual: Array | None = None
         if context.virtual_tokens:
             shape = context.virtual_tokens, hidden_size
-            self.virtual = torch.zeros(shape, dtype=context.dtype, device=context.device)
-            self.holds.append(Weight("virtual_tokens", shape, "embedding", context.dtype_name))
+            self.virtual = self.kernels.zeros(shape, context.dtype)
+            self.holds.append(Weight("virtual_tokens", shape, "embedding", context.dtype))
 
     def tie(self, head: ParallelLMHead) -> None:
         """Makes this table the matrix of ``head``, once it is loaded."""
         self._heads.append(head)
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    def __call__(self, ids: Array) -> Array:
         """Ids int64 [T] to float32 [T, E]."""
         if self._shared is not None:
             rows = self._shared.rows(ids, self.start, scale=self.scale, dtype=self._context.dtype)
@@ -92,12 +94,11 @@ class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
         """See ``LoraLayer``; of the matrices [rank, vocab] and [E, rank]."""
         assert self.low_rank is not None
         part = self.check_lora(weights, self.low_rank.max_rank)[""]
-        down = part.down.new_zeros((len(part.down), self.rows))
-        down[:, : self.end - self.start] = part.down[:, self.start : self.end]
-        return self.low_rank.pack(LowRankPart(down, part.up.float() * self.scale))
+        down = self._padded(part.down[:, self.start : self.end].T).T
+        return self.low_rank.pack(LowRankPart(down, part.up.astype(np.float32) * np.float32(self.scale)))
 
-    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
-        """Copies this rank's rows, unless a tied head has the very same; the table itself is never quantised."""
+    def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
+        """Packs this rank's rows for tied heads, and copies them, never quantised, unless a head has the very same."""
         table = None if self.keeps_bits(tensor) else self._take(tensor)
         for head in self._heads:
             head.pack(table, tensor)
@@ -106,7 +107,7 @@ class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
                 if not head.holds[0].is_tied:  # one of the two is counted
                     self.holds[0] = self.holds[0]._replace(is_tied=True)
         if self._shared is None:
-            self.table = self._take(tensor) if table is None else table
+            self.table = self.kernels.array(self._take(tensor) if table is None else table, self._context.dtype)
 
 
 class PositionEmbedding(Layer):
@@ -117,16 +118,18 @@ class PositionEmbedding(Layer):
         self.kernels = context.kernels
         self._first = -offset
         self.expected["weight"] = (rows, hidden_size)
-        self.holds.append(Weight("weight", (rows, hidden_size), "embedding", context.dtype_name))
-        self.table = torch.empty((rows, hidden_size), dtype=context.dtype, device=context.device)
+        self.holds.append(Weight("weight", (rows, hidden_size), "embedding", context.dtype))
+        self.table: Array
+        self._dtype = context.dtype
 
-    def add_to(self, residual: Tensor, positions: Tensor) -> Tensor:
+    def add_to(self, residual: Array, positions: Array) -> Array:
         """residual float32 [T, E] + the rows of positions int64 [T]; the residual's memory may be reused."""
         return self.kernels.embedding(positions, self.table, self._first, add=residual)
 
-    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
+    def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
         """Copies the table."""
-        self.table.copy_(tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor)
+        values = tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
+        self.table = self.kernels.array(values, self._dtype)
 
 
 class ParallelLMHead(_VocabularyShare, LoraLayer):
@@ -146,12 +149,12 @@ class ParallelLMHead(_VocabularyShare, LoraLayer):
         """``bias`` is for heads that are not tied."""
         super().__init__(context, vocab_size, hidden_size)
         self.packed: PackedWeight
-        self._placed: tuple[Tensor | None, Tensor | QuantizedRows] | None = None
-        self._bias: Tensor | None = None
+        self._placed: tuple[np.ndarray | None, np.ndarray | QuantizedRows] | None = None
+        self._bias: np.ndarray | None = None
         self._vocab_size = vocab_size
         # 8 bits even if other matrices have 4: errors of the head are errors of the logits.
         self._quantization = {"int8": "int8", "int4": "int8", "gguf": "gguf"}.get(context.quantization or "")
-        dtype = self._quantization or context.dtype_name
+        dtype = self._quantization or context.dtype
         is_tied = tied is not None and self._quantization is None
         self.holds.append(Weight("weight", (self.rows, hidden_size), "head", dtype, is_tied))
         if tied is None:
@@ -160,32 +163,28 @@ class ParallelLMHead(_VocabularyShare, LoraLayer):
             tied.tie(self)
         if bias:
             self.expected["bias"] = (vocab_size,)
-            self.holds.append(Weight("bias", (self.rows,), "vector", context.dtype_name))
+            self.holds.append(Weight("bias", (self.rows,), "vector", context.dtype))
         self.lora_parts = {"": (vocab_size, hidden_size)}
         if context.max_loras:
             slots = context.low_rank_shape(hidden_size, self.rows)
             self.low_rank = self.kernels.adapters.make_low_rank(slots, sampled=True)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Array) -> Array:
         """Hidden [n, E] to logits float32 [n, vocab]."""
         add = None if self.low_rank is None else self.low_rank(hidden)
-        logits = self.kernels.all_gather(self.packed(hidden, torch.float32, add))
+        logits = self.kernels.all_gather(self.packed(hidden, DType.FLOAT32, add))
         return logits if self._context.tp_size == 1 else logits[:, : self._vocab_size]
 
     def pack_lora(self, weights: Mapping[str, LoraMatrices]) -> PackedAdapter:
         """See ``LoraLayer``; the rows past the vocabulary are zero."""
         assert self.low_rank is not None
         part = self.check_lora(weights, self.low_rank.max_rank)[""]
-        up = part.up.new_zeros((self.rows, part.up.shape[1]))
-        up[: self.end - self.start] = part.up[self.start : self.end]
-        return self.low_rank.pack([LowRankPart(part.down, up)])
+        return self.low_rank.pack([LowRankPart(part.down, self._padded(part.up[self.start : self.end]))])
 
-    def place(self, shard: str, tensor: Tensor | QuantizedRows) -> None:
-        """Copies this rank's rows."""
+    def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
+        """Takes this rank's rows."""
         if shard == "bias":
-            assert isinstance(tensor, Tensor)
-            self._bias = torch.zeros(self.rows, dtype=self._context.dtype, device=self._context.device)
-            self._bias[: self.end - self.start] = tensor[self.start : self.end]
+            self._bias = self._take(tensor)
         else:
             self._placed = (None if self.keeps_bits(tensor) else self._take(tensor), tensor)
 
@@ -195,11 +194,13 @@ class ParallelLMHead(_VocabularyShare, LoraLayer):
         self.pack(*self._placed)
         self._placed = self._bias = None
 
-    def pack(self, table: Tensor | None, source: Tensor | QuantizedRows) -> None:
+    def pack(self, table: np.ndarray | None, source: np.ndarray | QuantizedRows) -> None:
         """Packs this rank's rows: ``table`` [rows, E], or those of the checkpoint's ``source`` if it ``keeps_bits``."""
         if isinstance(source, QuantizedRows) and table is None:
-            self.packed = self.kernels.pack([source.take(slice(self.start, self.end), slice(None))], self._bias)
+            rows = source.take(slice(self.start, self.end), slice(None))
+            self.packed = self.kernels.pack([rows], self._bias, dtype=self._context.dtype)
         else:
             quantized = isinstance(source, QuantizedRows) or self._context.quantization in ("int8", "int4")
             assert table is not None
-            self.packed = self.kernels.pack([table], self._bias, "int8" if quantized else None)
+            kind = "int8" if quantized else None
+            self.packed = self.kernels.pack([table], self._bias, kind, dtype=self._context.dtype)

@@ -9,30 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.loader.quantized.reader import with_unpacking
-from octavo.loader.weights import Stored, missing_tensors, read_headers, read_safetensors, tensor_problem
-from octavo.models.checkpoint import CheckpointEntry, Pairs, Shapes
+from octavo.loader.weights import DTYPES, Stored, missing_tensors, read_headers, read_safetensors, tensor_problem
+from octavo.models.checkpoint import CheckpointEntry, Pairs, Shapes, without_values
 from octavo.models.sizes import build_without_weights
 
-_TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 #: Rows that are looked at once take about so many bytes.
 _PIECE = 8 << 20
 
@@ -92,9 +78,9 @@ def check_model(folder: Path, config: ModelConfig, gguf: Path | None = None) -> 
             stored = read_headers(folder)
             entries: Sequence[CheckpointEntry] = network.checkpoint_map
             if config.quantization is not None:
-                entries = with_unpacking(entries, config.quantization, stored, shapes, torch.float32)
+                entries = with_unpacking(entries, config.quantization, stored, shapes, DType.FLOAT32)
             problems += _header_problems(stored, config, entries, shapes)
-            pairs: Iterator[tuple[str, Tensor]] = read_safetensors(folder)
+            pairs: Iterator[tuple[str, np.ndarray]] = read_safetensors(folder)
         else:
             from octavo.loader.gguf_weights import GGUFCheckpoint
 
@@ -102,7 +88,7 @@ def check_model(folder: Path, config: ModelConfig, gguf: Path | None = None) -> 
         for name, tensor in pairs:
             tensors, size = tensors + 1, size + tensor.nbytes
             if bad := _count_not_finite(tensor):
-                problems.append(Problem(name, f"{bad} of {tensor.numel()} values are infinite or not a number"))
+                problems.append(Problem(name, f"{bad} of {tensor.size} values are infinite or not a number"))
     except (WeightError, UnsupportedModelError) as e:
         problems.append(Problem(None, str(e)))
     return CheckReport(tensors, size, problems)
@@ -114,10 +100,9 @@ _MISSING = "is missing"
 def _header_problems(
     stored: Mapping[str, Stored], config: ModelConfig, entries: Sequence[CheckpointEntry], shapes: Shapes
 ) -> Iterator[Problem]:
-    """Passes tensors without memory through the checkpoint map and compares what comes out with the network."""
+    """Passes tensors without values through the checkpoint map and compares what comes out with the network."""
     pairs: Pairs = (
-        (name, torch.empty(entry.shape, dtype=_TORCH_DTYPES.get(entry.dtype, torch.bool), device="meta"))
-        for name, entry in stored.items()
+        (name, without_values(entry.shape, DTYPES.get(entry.dtype, np.bool_))) for name, entry in stored.items()
     )
     for entry in entries:
         pairs = entry.apply(pairs, shapes)
@@ -151,11 +136,10 @@ def _hint(shape: tuple[int, ...], expected: tuple[int, ...] | None, config: Mode
     return f": config.json has {names[0]} = {wrong[0]}" if len(names) == 1 else ""
 
 
-def _count_not_finite(tensor: Tensor) -> int:
+def _count_not_finite(tensor: np.ndarray) -> int:
     """How many values are infinite or not a number."""
-    if not tensor.is_floating_point() or not tensor.numel():
+    if tensor.dtype.kind in "iub" or not tensor.size:
         return 0
-    flat = tensor.reshape(-1)
-    pieces = flat.split(max(1, _PIECE // flat.element_size()))
-    wide = torch.float32 if flat.element_size() == 1 else flat.dtype
-    return sum(piece.numel() - int(piece.to(wide).isfinite().sum()) for piece in pieces)
+    flat, step = tensor.reshape(-1), max(1, _PIECE // tensor.itemsize)
+    pieces = (flat[start : start + step] for start in range(0, len(flat), step))
+    return sum(piece.size - int(np.isfinite(piece).sum()) for piece in pieces)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from octavo.core.errors import ConfigError, WeightError
 from octavo.core.model_config import ModelConfig
@@ -61,9 +60,9 @@ def make_dummy_head(config: EagleConfig, context: LayerContext, seed: int) -> Ea
     """The head with random weights (see ``dummy_weights``); it drafts the first tokens of the vocabulary."""
     head = make_network(config, context)
     assert isinstance(head, EagleHead)
-    load_weights(head, dummy_weights(head, context.dtype, context.device, seed))
+    load_weights(head, dummy_weights(head, context.dtype, seed))
     if config.draft_vocab_size != config.vocab_size:
-        head.target_ids = torch.arange(config.draft_vocab_size, device=context.device)
+        head.target_ids = context.kernels.array(np.arange(config.draft_vocab_size))
     return head
 
 
@@ -104,13 +103,13 @@ def _without_token_map(folder: Path, head: EagleHead, context: LayerContext) -> 
     """The tensors of the folder but d2t, which becomes ``target_ids``."""
     for name, tensor in read_safetensors(folder):
         if name == _TOKENS:
-            head.target_ids = _target_ids(tensor, head.config.vocab_size).to(context.device)
+            head.target_ids = context.kernels.array(_target_ids(tensor, head.config.vocab_size))
         else:
             yield name, tensor
 
 
-def _target_ids(differences: Tensor, vocab_size: int) -> Tensor:
-    ids = torch.arange(len(differences)) + differences
+def _target_ids(differences: np.ndarray, vocab_size: int) -> np.ndarray:
+    ids = np.arange(len(differences)) + differences
     if outside := int(((ids < 0) | (ids >= vocab_size)).sum()):
         raise WeightError(
             f"tensor {_TOKENS!r} leads to {outside} tokens outside of the vocabulary of {vocab_size}: it must hold "

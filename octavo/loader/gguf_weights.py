@@ -14,18 +14,27 @@ from collections.abc import Container, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
 from gguf.tensor_mapping import get_tensor_name_map
-from torch import Tensor
 
+from octavo.core.dtypes import DType, rounded
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.gguf_rows import GGUFRows, dequantize
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.loader.gguf_file import GGUFFile, GGUFTensor
 from octavo.loader.gguf_metadata import ROPE_TABLES
-from octavo.models.checkpoint import CheckpointEntry, Pairs, Permute, Shapes, Transform, halve_pairs, is_transposed
+from octavo.models.checkpoint import (
+    CheckpointEntry,
+    Pairs,
+    Permute,
+    Shapes,
+    Transform,
+    halve_pairs,
+    is_transposed,
+    transposed,
+)
 
 #: Names that the map, or that of an older package, does not know, of layers those of the first.
 _ALIASES = {
@@ -139,26 +148,24 @@ class GGUFCheckpoint:
         self,
         names: Container[str],
         checkpoint_map: Sequence[CheckpointEntry],
-        dtype: torch.dtype | None,
-        device: torch.device | str = "cpu",
-    ) -> Generator[tuple[str, Tensor | QuantizedRows]]:
+        dtype: DType | None,
+    ) -> Generator[tuple[str, np.ndarray | QuantizedRows]]:
         """The tensors ``names`` of the network, in the layouts that its checkpoint map expects.
 
         Args:
             names: of the tensors that are read.
             checkpoint_map: of the network. What it transposes is passed transposed, as files do not have it so.
             dtype: of the values; None: quantised matrices stay in their blocks, everything else is float32.
-            device: of the values.
         """
         pairs: Pairs = ((name, self._read(name, dtype)) for name in self._shapes if name in names)
         for entry in layouts(self._arch, self._config):
             pairs = entry.apply(pairs, self._shapes)
         for name, tensor in pairs:
-            if isinstance(tensor, Tensor):
-                tensor = tensor.to(device, dtype)
-            yield name, tensor.t() if is_transposed(name, checkpoint_map) else tensor
+            if isinstance(tensor, np.ndarray) and dtype is not None:
+                tensor = rounded(tensor, dtype)
+            yield name, transposed(tensor) if is_transposed(name, checkpoint_map) else tensor
 
-    def read_all(self) -> Iterator[tuple[str, Tensor]]:
+    def read_all(self) -> Iterator[tuple[str, np.ndarray]]:
         """All tensors of the file under their names there, float32."""
         return ((name, self._values(tensor)) for name, tensor in self.file.tensors.items())
 
@@ -194,19 +201,21 @@ class GGUFCheckpoint:
         self._unused.discard(name)
         return tensor
 
-    def _read(self, name: str, dtype: torch.dtype | None) -> Tensor | QuantizedRows:
+    def _read(self, name: str, dtype: DType | None) -> np.ndarray | QuantizedRows:
         if name in self._split:
-            keys, values = (self._values(tensor).view(tensor.shape) for tensor in self._split[name])
-            return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
+            keys, values = (self._values(tensor).reshape(tensor.shape) for tensor in self._split[name])
+            joined = np.concatenate([keys.transpose(0, 2, 1), values], axis=1)
+            return joined.reshape(-1, joined.shape[2])
         place = self._places[name]
         source, shape = place.source, place.shape
         if len(source.shape) == 1:
-            return self._values(source).view(-1)[place.part].view(shape)
+            return self._values(source).ravel()[place.part].reshape(shape)
         block = GGML_QUANT_SIZES[source.type][0]
         if dtype is None and block > 1:
             return GGUFRows(source.type.name, self.file.read_rows(source, place.part), shape[-1], block)
-        return dequantize(source.type.name, self.file.read_rows(source, place.part), dtype or torch.float32).view(shape)
+        rows = self.file.read_rows(source, place.part)
+        return dequantize(source.type.name, rows, dtype or DType.FLOAT32).reshape(shape)
 
-    def _values(self, tensor: GGUFTensor) -> Tensor:
+    def _values(self, tensor: GGUFTensor) -> np.ndarray:
         """All values, float32 [rows, columns]."""
         return dequantize(tensor.type.name, self.file.read_rows(tensor))

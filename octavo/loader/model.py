@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
 from octavo.core.startup import GIB, LOADING
@@ -29,7 +29,6 @@ from octavo.loader.weights import (
     load_weights,
     read_headers,
     read_safetensors,
-    read_safetensors_to,
 )
 from octavo.models.checkpoint import CheckpointEntry, Pairs
 from octavo.models.network import Network
@@ -46,9 +45,8 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
     """Builds the network of ``config`` and loads this rank's share of the weights in ``folder``, or in ``gguf``.
 
     Weights are converted to ``context.dtype``, and matrices quantised by ``context.quantization``. They keep their bits
-    where that is "gguf", or the name of ``config.quantization`` and the kernels have products with them. On a GPU,
-    safetensors are read directly to the device. Tables of positions have ``context.positions`` rows, by default
-    ``config.max_position``.
+    where that is "gguf", or the name of ``config.quantization`` and the kernels have products with them. Tables of
+    positions have ``context.positions`` rows, by default ``config.max_position``.
 
     Raises:
         UnsupportedModelError: there is no network for the architecture; or the GGUF file has tensors of other ones.
@@ -60,15 +58,15 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
     whole = network if context.layers is None else build_rank_without_weights(config, replace(context, layers=None))
     shapes = whole.tensor_shapes()
     entries: list[CheckpointEntry] = [*network.checkpoint_map]
-    tensors: Generator[tuple[str, Tensor | QuantizedRows]]
+    tensors: Generator[tuple[str, np.ndarray | QuantizedRows]]
     if gguf is not None:
         from octavo.loader.gguf_weights import GGUFCheckpoint
 
         # A folder of such a model is said to be bfloat16, as values of some exceed float16.
-        stored = torch.float32 if context.dtype == torch.float32 else torch.bfloat16
+        stored = DType.FLOAT32 if context.dtype is DType.FLOAT32 else DType.BFLOAT16
         dtype = None if context.quantization == "gguf" else stored
         names = {name for name, _, _ in network.tensors()}
-        tensors = GGUFCheckpoint(gguf, config, shapes).read(names, entries, dtype, context.device)
+        tensors = GGUFCheckpoint(gguf, config, shapes).read(names, entries, dtype)
         size = sum(part.stat().st_size for part in split_paths(gguf))
     elif context.quantization == "gguf":
         raise ConfigError(f"quantization='gguf' needs a model in a GGUF file; {folder} was not made from one")
@@ -82,8 +80,7 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
             headers = read_headers(folder)
             entries = with_unpacking(entries, config.quantization, headers, shapes, context.dtype, keep)
         refuse_misfits(folder, config, entries, shapes)
-        is_cpu = torch.device(context.device).type == "cpu"
-        tensors = read_safetensors(folder) if is_cpu else read_safetensors_to(folder, context.device)
+        tensors = read_safetensors(folder)
         size = checkpoint_bytes(folder)
     with closing(tensors):
         pairs: Pairs = _with_progress(tensors, size, context)
@@ -94,8 +91,8 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
 
 
 def _with_progress(
-    tensors: Iterable[tuple[str, Tensor | QuantizedRows]], size: int, context: LayerContext
-) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+    tensors: Iterable[tuple[str, np.ndarray | QuantizedRows]], size: int, context: LayerContext
+) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
     """The same tensors. The first rank says how many of ``size`` bytes are read, if that takes more than a second.
 
     On a terminal by a progress bar, elsewhere by lines of the log, which a server that starts answers with.
@@ -128,5 +125,5 @@ def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> N
     if context.quantization == "gguf":
         raise ConfigError("quantization='gguf' computes with a GGUF file's own bits; load_format='dummy' has no file")
     network = make_network(config, context)
-    load_weights(network, dummy_weights(network, context.dtype, context.device, seed))
+    load_weights(network, dummy_weights(network, context.dtype, seed))
     return network

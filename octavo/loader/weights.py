@@ -1,22 +1,23 @@
 """Streams the tensors of a safetensors checkpoint into a network, one at a time.
 
-Files are memory-mapped. On the CPU they are remapped every few MB, so besides the network only one tensor and a few MB
-of pages are in memory. To a GPU several tensors are copied concurrently, each by a thread.
+Files are memory-mapped, and remapped every few MB: the pages of a mapping count as the process's memory until it is
+dropped, which it is when the layers have packed its tensors.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-from collections import deque
+import math
+import mmap
 from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
+import ml_dtypes
+import numpy as np
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from octavo.core.errors import WeightError
 from octavo.kernels.quantized_rows import QuantizedRows
@@ -24,14 +25,27 @@ from octavo.layers.layer import Layer
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = ("float32", "bfloat16", "float16")
+#: The types of safetensors.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
 #: Largest index that is read, in bytes.
 _MAX_INDEX_BYTES = 64 << 20
 _PICKLES = ("*.bin", "*.pt", "*.pth")
-#: A file is remapped after this many bytes: pages of a mapping count as the process's memory until it is dropped.
+#: A file is remapped after this many bytes.
 _MAPPED_BYTES = 16 << 20
-#: Tensors that are copied to a GPU concurrently, as one thread alternates between reading and copying.
-_MAX_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -41,10 +55,17 @@ class Stored:
     #: As safetensors names it, such as "I32".
     dtype: str
     shape: tuple[int, ...]
+    #: Where it begins in the file.
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes; 0 if its type is unknown."""
+        return math.prod(self.shape) * (DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0)
 
 
 def load_weights(
-    network: Layer, tensors: Iterable[tuple[str, Tensor | QuantizedRows]], other_stages: Container[str] = ()
+    network: Layer, tensors: Iterable[tuple[str, np.ndarray | QuantizedRows]], other_stages: Container[str] = ()
 ) -> None:
     """Loads all weights of a network from (name, whole tensor) pairs.
 
@@ -75,7 +96,7 @@ def load_weights(
 
 
 def tensor_problem(
-    name: str, tensor: Tensor | QuantizedRows, shapes: Mapping[str, tuple[int, ...]], seen: Container[str]
+    name: str, tensor: np.ndarray | QuantizedRows, shapes: Mapping[str, tuple[int, ...]], seen: Container[str]
 ) -> str | None:
     """Why a tensor cannot be loaded; None if nothing speaks against it.
 
@@ -89,7 +110,7 @@ def tensor_problem(
         return "belongs to no layer of this network; is config.json of this checkpoint?"
     if name in seen:
         return "occurs twice"
-    if isinstance(tensor, Tensor) and tensor.dtype not in _DTYPES:
+    if isinstance(tensor, np.ndarray) and tensor.dtype.name not in _FLOATS:
         return f"is of type {tensor.dtype}; expected float32, bfloat16 or float16"
     if tuple(tensor.shape) != shapes[name]:
         return f"does not fit: its shape is {list(tensor.shape)}, expected {list(shapes[name])}"
@@ -111,10 +132,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for file, expected in _files(folder).items():
         try:
-            names = _names(file, expected)
-            with safe_open(file, framework="pt") as handle:
-                slices = {name: handle.get_slice(name) for name in names}
-                tensors = {name: Stored(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            tensors = _stored(file, expected)
         except (SafetensorError, OSError) as e:
             raise _unreadable(file, e) from None
         if twice := found.keys() & tensors.keys():
@@ -123,65 +141,40 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     return found
 
 
-def read_safetensors(folder: Path) -> Generator[tuple[str, Tensor]]:
+def read_safetensors(folder: Path) -> Generator[tuple[str, np.ndarray]]:
     """The (name, tensor) pairs of model.safetensors, or of the files that model.safetensors.index.json names.
 
-    A tensor is a view of the mapped file and valid until the next one is requested.
+    A tensor is a view of the mapped file, which stays mapped as long as one of its tensors is held.
 
     Raises:
         WeightError: a file is missing, truncated or no safetensors file, or lacks a tensor that the index says it has.
     """
     for file, expected in _files(folder).items():
         try:
-            yield from _tensors(file, _names(file, expected))
+            yield from _tensors(file, _stored(file, expected))
         except (SafetensorError, OSError) as e:
             raise _unreadable(file, e) from None
 
 
-def read_safetensors_to(folder: Path, device: torch.device | str) -> Generator[tuple[str, Tensor]]:
-    """As ``read_safetensors``, with new tensors on ``device``; threads read the next ones meanwhile.
-
-    Close the generator if it is not exhausted.
-    """
-    ahead: deque[tuple[Path, str, Future[Tensor]]] = deque()
-
-    def next_tensor() -> tuple[str, Tensor]:
-        file, name, tensor = ahead.popleft()
-        try:
-            return name, tensor.result()
-        except (SafetensorError, OSError) as e:
-            raise _unreadable(file, e) from None
-        except Exception as e:
-            raise WeightError(f"{file} could not be copied to {device}: {type(e).__name__}: {e}") from e
-
-    with ThreadPoolExecutor(_MAX_THREADS) as pool:
-        for file, expected in _files(folder).items():
-            try:
-                names = _names(file, expected)
-                handle = safe_open(file, framework="pt", device=str(device))
-            except (SafetensorError, OSError) as e:
-                raise _unreadable(file, e) from None
-            for name in names:
-                # On the CPU (tests only) a tensor is a view of the mapped file.
-                ahead.append((file, name, pool.submit(handle.get_tensor, name)))
-                if len(ahead) > _MAX_THREADS:
-                    yield next_tensor()
-        while ahead:
-            yield next_tensor()
-
-
-def _names(file: Path, expected: set[str]) -> list[str]:
-    """The tensors in a file.
+def _stored(file: Path, expected: set[str]) -> dict[str, Stored]:
+    """The tensors in a file, in their order there.
 
     Raises:
         WeightError: one of ``expected`` is not among them.
     """
-    with safe_open(file, framework="pt") as handle:
-        names = list(handle.keys())
-    absent = expected.difference(names)
-    if absent:
+    with safe_open(file, framework="np"):  # checks that sizes and offsets fit each other and the file
+        pass
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    if absent := expected.difference(header):
         raise WeightError(f"{file} lacks the tensor {min(absent)!r} that {INDEX_FILE} says it holds")
-    return names
+    found = {
+        name: Stored(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+    return dict(sorted(found.items(), key=lambda item: item[1].offset))
 
 
 def _unreadable(file: Path, error: Exception) -> WeightError:
@@ -190,18 +183,30 @@ def _unreadable(file: Path, error: Exception) -> WeightError:
     return WeightError(f"{file} cannot be read: {error}")
 
 
-def _tensors(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    read = 0
-    while read < len(names):
-        with safe_open(file, framework="pt") as handle:
-            mapped = 0
-            while read < len(names) and mapped < _MAPPED_BYTES:
-                tensor = handle.get_tensor(names[read])
-                mapped += tensor.nbytes
-                yield names[read], tensor
-                read += 1
-            del tensor
-        _return_freed_memory()
+def _tensors(file: Path, stored: Mapping[str, Stored]) -> Iterator[tuple[str, np.ndarray]]:
+    mapping, mapped = None, 0
+    for name, tensor in stored.items():
+        if tensor.dtype not in DTYPES:
+            raise WeightError(f"tensor {name!r} is of type {tensor.dtype}, which is not supported")
+        if mapping is None or mapped > _MAPPED_BYTES:
+            mapping, mapped = _map(file, tensor.offset), 0
+            _return_freed_memory()
+        mapped += tensor.nbytes
+        count = math.prod(tensor.shape)
+        flat = np.frombuffer(mapping, DTYPES[tensor.dtype], count, tensor.offset) if count else np.empty(0)
+        values = flat.astype(DTYPES[tensor.dtype], copy=False).reshape(tensor.shape)
+        yield name, values if values.flags.aligned else values.copy()
+        del flat, values
+
+
+def _map(file: Path, start: int) -> mmap.mmap:
+    """The whole file; what follows ``start`` is read ahead."""
+    with file.open("rb") as opened:
+        mapping = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_WILLNEED"):
+        page = start // mmap.PAGESIZE * mmap.PAGESIZE
+        mapping.madvise(mmap.MADV_WILLNEED, page, min(2 * _MAPPED_BYTES, len(mapping) - page))
+    return mapping
 
 
 def _return_freed_memory() -> None:

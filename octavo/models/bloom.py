@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.layers.context import LayerContext
@@ -27,7 +26,7 @@ class BloomConfig(GPTConfig):
 class NormedResidualLayer(GPTLayer):
     """norm(x) + attention(norm(x)), and then other_norm(x) + mlp(other_norm(x)) of the sum."""
 
-    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """See ``GPTLayer``."""
         x = self.attention_norm.float32(residual)
         x = self.mlp_norm.float32(self.attention.add_to(x, x, cache, batch))
@@ -52,7 +51,7 @@ class BloomForCausalLM(GPTDecoder):
         """What the sums start from."""
         return NormedResidualLayer if config.residual_after_norm else GPTLayer
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Array) -> Array:
         """With the norm of the embedding."""
         return self.embed_norm.float32(self.embed_tokens(token_ids))
 

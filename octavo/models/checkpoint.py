@@ -10,16 +10,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from octavo.core.errors import WeightError
 from octavo.kernels.quantized_rows import QuantizedRows
 
-Pairs = Iterable[tuple[str, Tensor | QuantizedRows]]
+Pairs = Iterable[tuple[str, np.ndarray | QuantizedRows]]
 #: Names of the tensors that the whole network expects, with their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -27,7 +25,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 class CheckpointEntry(Protocol):
     """One transformation of names or tensors."""
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
         """The transformed stream."""
 
 
@@ -37,7 +35,7 @@ class Drop:
 
     pattern: str
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
         """The remaining tensors."""
         return ((name, tensor) for name, tensor in pairs if name in shapes or not re.search(self.pattern, name))
 
@@ -49,7 +47,7 @@ class Rename:
     pattern: str
     replacement: str
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
         """The same tensors."""
         return ((self.renamed(name), tensor) for name, tensor in pairs)
 
@@ -68,7 +66,7 @@ class Split:
     whole: str
     parts: tuple[str, ...]
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
         """The parts, in order."""
         for name, tensor in pairs:
             before, found, after = _partition(name, self.whole)
@@ -98,17 +96,17 @@ class Unstack:
     whole: str
     parts: tuple[str, ...]
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
         """The parts of all experts, in order."""
         for name, tensor in pairs:
             before, found, _ = _partition(name, f"experts.{self.whole}")
-            if not found or not isinstance(tensor, Tensor) or tensor.dim() != 3:
+            if not found or not isinstance(tensor, np.ndarray) or tensor.ndim != 3:
                 yield name, tensor
                 continue
             if tensor.shape[1] % len(self.parts):
                 raise WeightError(f"tensor {name!r} has {tensor.shape[1]} rows, no multiple of {len(self.parts)}")
             for index, expert in enumerate(tensor):
-                for part, rows in zip(self.parts, expert.chunk(len(self.parts)), strict=True):
+                for part, rows in zip(self.parts, np.split(expert, len(self.parts)), strict=True):
                     yield f"{before}experts.{index}.{part}.weight", rows
 
 
@@ -122,9 +120,9 @@ class Join:
     parts: tuple[str, ...]
     whole: str
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
         """The concatenated tensors, each after its last part is read."""
-        waiting: dict[str, dict[str, Tensor]] = {}
+        waiting: dict[str, dict[str, np.ndarray]] = {}
         for name, tensor in pairs:
             for part in self.parts:
                 before, found, after = _partition(name, part)
@@ -137,10 +135,15 @@ class Join:
             held = waiting.setdefault(whole, {})
             if part in held:
                 raise WeightError(f"tensor {name!r} occurs twice")
-            held[part] = _values(tensor).clone()  # the file of a view may be unmapped before the last part is read
+            held[part] = _values(tensor)
+            if len({values.shape[1:] for values in held.values()}) > 1:
+                raise WeightError(
+                    f"tensor {name!r} of shape {list(tensor.shape)} has other columns than the other parts of tensor "
+                    f"{whole!r}"
+                )
             if len(held) == len(self.parts):
                 del waiting[whole]
-                yield whole, torch.cat([held[part] for part in self.parts])
+                yield whole, _joined([held[part] for part in self.parts])
         for whole, held in waiting.items():
             absent = next(part for part in self.parts if part not in held)
             raise WeightError(f"the checkpoint lacks the part {absent!r} of tensor {whole!r}")
@@ -148,24 +151,28 @@ class Join:
 
 @dataclass(frozen=True)
 class Transform:
-    """Applies a function to tensors with names that match: ``Transform(r"c_attn\\.weight$", transpose)``."""
+    """Applies a function to tensors with names that match: ``Transform(r"c_attn\\.weight$", transpose)``.
+
+    All functions but ``transpose`` keep the shape.
+    """
 
     pattern: str
-    function: Callable[[Tensor], Tensor]
+    function: Callable[[np.ndarray], np.ndarray]
 
     def transposes(self, name: str) -> bool:
         """Whether this transposes the tensor of that name."""
         return self.function is transpose and re.search(self.pattern, name) is not None
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
         """The transformed tensors under the same names."""
         for name, tensor in pairs:
             if not re.search(self.pattern, name):
                 yield name, tensor
             elif self.transposes(name):  # which leaves a checkpoint's own bits as they are
-                yield name, tensor.t()
+                yield name, transposed(tensor)
             else:
-                yield name, self.function(_values(tensor))
+                values = _values(tensor)
+                yield name, self.function(values) if has_values(values) else values
 
 
 @dataclass(frozen=True)
@@ -179,7 +186,7 @@ class Permute:
     pattern: str
     order: Callable[[int], np.ndarray]
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
         """The reordered tensors under the same names; quantised rows keep their bits."""
         for name, tensor in pairs:
             if re.search(self.pattern, name):
@@ -215,6 +222,21 @@ def halve_pairs(heads: int, rotated: int) -> Callable[[int], np.ndarray]:
     return order
 
 
+def without_values(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array that stands for a tensor of which only the header is read: it takes no memory."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def has_values(tensor: np.ndarray) -> bool:
+    """Whether this is not one that ``without_values`` made."""
+    return tensor.size <= 1 or any(tensor.strides)
+
+
+def transposed(tensor: np.ndarray | QuantizedRows) -> np.ndarray | QuantizedRows:
+    """[K, N] of [N, K]; no value moves."""
+    return tensor.t() if isinstance(tensor, QuantizedRows) else tensor.T
+
+
 def is_transposed(name: str, entries: Iterable[CheckpointEntry]) -> bool:
     """Whether the entries of a ``checkpoint_map`` transpose the checkpoint's tensor of this name."""
     for entry in entries:
@@ -225,9 +247,9 @@ def is_transposed(name: str, entries: Iterable[CheckpointEntry]) -> bool:
     return False
 
 
-def transpose(tensor: Tensor) -> Tensor:
+def transpose(tensor: np.ndarray) -> np.ndarray:
     """[in, out] to [out, in], for checkpoints such as those of GPT-2's Conv1D."""
-    return tensor.t()
+    return tensor.T
 
 
 def _partition(name: str, component: str) -> tuple[str, bool, str]:
@@ -236,13 +258,21 @@ def _partition(name: str, component: str) -> tuple[str, bool, str]:
     return (name[: match.start()], True, name[match.end() :]) if match else (name, False, "")
 
 
-def _rows(tensor: Tensor | QuantizedRows, rows: slice) -> Tensor | QuantizedRows:
+def _rows(tensor: np.ndarray | QuantizedRows, rows: slice) -> np.ndarray | QuantizedRows:
     return tensor.take(rows, slice(None)) if isinstance(tensor, QuantizedRows) else tensor[rows]
 
 
-def _values(tensor: Tensor | QuantizedRows) -> Tensor:
+def _values(tensor: np.ndarray | QuantizedRows) -> np.ndarray:
     return tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
 
 
-def _reordered(tensor: Tensor | QuantizedRows, order: np.ndarray) -> Tensor | QuantizedRows:
-    return tensor.reorder(order) if isinstance(tensor, QuantizedRows) else tensor[torch.from_numpy(order)]
+def _reordered(tensor: np.ndarray | QuantizedRows, order: np.ndarray) -> np.ndarray | QuantizedRows:
+    if isinstance(tensor, QuantizedRows):
+        return tensor.reorder(order)
+    return tensor[order] if has_values(tensor) else tensor
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    if all(map(has_values, parts)):
+        return np.concatenate(parts)
+    return without_values((sum(len(part) for part in parts), *parts[0].shape[1:]), parts[0].dtype)

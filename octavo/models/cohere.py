@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
@@ -30,7 +32,10 @@ class CohereForCausalLM(GPTDecoder):
             Permute(r"\.q_proj\.(weight|bias)$", halve_pairs(config.num_heads, rotated)),
             Permute(r"\.k_proj\.(weight|bias)$", halve_pairs(config.num_kv_heads, rotated)),
             # The head is linear in the norm before it, so that its scale is the logits'.
-            Transform(r"^model\.norm\.weight$", lambda weight: weight * config.logit_scale),
+            Transform(
+                r"^model\.norm\.weight$",
+                lambda weight: weight * np.float32(config.logit_scale),
+            ),
         )
 
     @classmethod

@@ -9,9 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.layers.attention import Attention
@@ -19,7 +20,7 @@ from octavo.layers.context import LayerContext
 from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.layer import Layer
 from octavo.layers.norm import LayerNorm, RMSNorm
-from octavo.layers.rope import extend_rotary_table, rotary_table
+from octavo.layers.rope import RotaryTable
 from octavo.layers.vocabulary import ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
 from octavo.models.network import Network, ResidualReader
 
@@ -30,7 +31,7 @@ class DecoderLayer(Layer, ABC):
     attention: Attention | LatentAttention
 
     @abstractmethod
-    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """The residual stream after this layer, float32 [T, E]; the input's memory may be reused."""
 
 
@@ -42,12 +43,13 @@ class Decoder(Network):
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
+        self.kernels = context.kernels
         vocab, width, tied = config.vocab_size, self.embedding_size(config), config.tie_word_embeddings
         self._stage = stage = context.layers_of(config.num_layers)
         self.is_first, self.is_last = stage.start == 0, stage.stop == config.num_layers
         if self.is_first or (self.is_last and tied):
             self.embed_tokens = self.attach("model.embed_tokens", VocabParallelEmbedding(context, vocab, width))
-        self._rotary_tables: list[tuple[ModelConfig, Tensor]] = []
+        self._rotary_tables: list[tuple[ModelConfig, RotaryTable]] = []
         self.layers = [self.attach(f"model.layers.{i}", self.make_layer(i, config, context)) for i in stage]
         self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
         if self.is_last:
@@ -68,41 +70,41 @@ class Decoder(Network):
         """Width of the embedding and of the head's input."""
         return int(config.hidden_size)
 
-    def rotary_table(self, config: ModelConfig, context: LayerContext) -> Tensor:
+    def rotary_table(self, config: ModelConfig, context: LayerContext) -> RotaryTable:
         """The table of ``config.rope``, which layers with equal configurations share."""
         for known, table in self._rotary_tables:
             if known == config:
                 return table
-        table = rotary_table(config, context.device, context.positions)
+        table = RotaryTable(config, context.kernels, context.positions)
         self._rotary_tables.append((config, table))
         return table
 
     def position_bytes(self) -> int:
         """Bytes of a row of all rotary tables."""
-        return sum(table.shape[1] * table.element_size() for _, table in self._rotary_tables)
+        return sum(table.position_bytes for _, table in self._rotary_tables)
 
     def extend_positions(self, positions: int) -> None:
         """Computes the rotary tables anew if they are shorter."""
-        for config, table in self._rotary_tables:
-            extend_rotary_table(table, config, positions)
+        for _, table in self._rotary_tables:
+            table.extend(positions)
 
-    def set_virtual_tokens(self, first: int, embeddings: Tensor) -> None:
+    def set_virtual_tokens(self, first: int, embeddings: np.ndarray) -> None:
         """See ``Network``."""
         if self.is_first:
             assert self.embed_tokens.virtual is not None
-            self.embed_tokens.virtual[first : first + len(embeddings)].copy_(embeddings)
+            self.kernels.write(self.embed_tokens.virtual[first : first + len(embeddings)], embeddings)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Array) -> Array:
         """Token ids int64 [T] to the residual stream float32 [T, E]."""
         return self.embed_tokens(token_ids)
 
     def forward_layers(
         self,
-        residual: Tensor,
+        residual: Array,
         batch: ForwardBatch,
         kv_caches: list[LayerCache],
         reader: ResidualReader | None = None,
-    ) -> Tensor:
+    ) -> Array:
         """The residual stream through the layers of this stage, and on the last one the norm after them."""
         if self.embed_positions is not None:
             residual = self.embed_positions.add_to(residual, batch.positions)
@@ -114,10 +116,11 @@ class Decoder(Network):
             reader.read(self._stage.stop, residual)
         return self.norm(residual) if self.is_last and self.norm is not None else residual
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Array) -> Array:
         """Hidden states [n, E] to logits float32 [n, vocab]."""
         return self.head(hidden)
 
-    def pool(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+    def pool(self, hidden: Array, batch: ForwardBatch) -> np.ndarray:
         """The hidden state of each sequence's last token, after the norm: float32 [S, E]."""
-        return hidden.index_select(0, batch.query_start_loc[1:] - 1).float()
+        last = self.kernels.to_numpy(batch.query_start_loc)[1:] - 1
+        return self.kernels.to_numpy(self.kernels.take_rows(hidden, last.astype(np.int64))).astype(np.float32)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ModelConfig, RopeConfig
+from octavo.kernels.arrays import Array
 from octavo.kernels.experts import RoutingSpec
 from octavo.layers.context import LayerContext
 from octavo.layers.latent_attention import LatentAttention, LatentShape
@@ -79,8 +79,8 @@ class DeepseekForCausalLM(LlamaForCausalLM):
     def make_layer(self, index: int, config: ModelConfig, context: LayerContext) -> LlamaLayer:
         """Latent attention, and a feed-forward network or, after the first layers, a mixture of them."""
         assert isinstance(config, DeepseekConfig)
-        cos_sin = self.rotary_table(config, context)
-        attention = LatentAttention(context, config.hidden_size, config.latent, config.attention_scale, cos_sin)
+        rotary = self.rotary_table(config, context)
+        attention = LatentAttention(context, config.hidden_size, config.latent, config.attention_scale, rotary)
         sparse = config.num_experts > 0 and index >= config.dense_layers
         mlp = SharedAndRouted(config, context) if sparse else make_mlp(config, context)
         return LlamaLayer(config, context, attention, mlp)
@@ -145,18 +145,18 @@ class SharedAndRouted(SparseMoE):
             shared = GatedMLP(context, config.hidden_size, inner, config.mlp_bias)
             self.shared = self.attach("shared_experts", shared)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, residual: Array, x: Array) -> Array:
         """residual + the results of all experts for x, both [T, E]."""
         return super().add_to(self.shared.add_to(residual, x) if self.shared else residual, x)
 
 
-def as_halves(weight: Tensor, head: int, rope: int) -> Tensor:
+def as_halves(weight: np.ndarray, head: int, rope: int) -> np.ndarray:
     """Reorders the last ``rope`` of every ``head`` rows from neighbouring pairs to the halves of ``Kernels.rotary``."""
     if len(weight) % head:
         return weight  # the layer refuses its shape
-    rows = torch.arange(len(weight)).view(-1, head)
-    rows[:, -rope:] = rows[:, -rope:].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
-    return weight[rows.flatten()]
+    rows = np.arange(len(weight)).reshape(-1, head)
+    pairs = rows[:, -rope:].reshape(len(rows), -1, 2)
+    return weight[np.concatenate((rows[:, :-rope], pairs[..., 0], pairs[..., 1]), axis=1).ravel()]
 
 
 def _experts(reader: ConfigReader, v3: bool) -> dict[str, Any]:

@@ -10,10 +10,9 @@ layers (EAGLE-3). Tensors have the names of published heads.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
+from octavo.core.dtypes import DType
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec
@@ -22,7 +21,7 @@ from octavo.layers.context import LayerContext
 from octavo.layers.layer import Layer
 from octavo.layers.linear import ConcatQKVParallelLinear, ReplicatedConcatLinear
 from octavo.layers.norm import RMSNorm
-from octavo.layers.rope import extend_rotary_table, rotary_table
+from octavo.layers.rope import RotaryTable
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
 from octavo.models.config_reader import ConfigReader
@@ -45,7 +44,7 @@ class EagleHead(Network):
 
     config: EagleConfig
     #: int64 [draft_vocab_size]: the token of each draft id; None: they are the same.
-    target_ids: Tensor | None = None
+    target_ids: Array | None = None
 
     def __init__(self, config: EagleConfig, context: LayerContext) -> None:
         """The layers without weights; ``context`` is without adapters and quantisation."""
@@ -56,7 +55,7 @@ class EagleHead(Network):
             self.embed_tokens = self.attach("embed_tokens", embedding)
         fc = ReplicatedConcatLinear(context, config.fc_inputs, config.hidden_size, config.fc_bias)
         self.fc = self.attach("fc", fc)
-        self.rotary_table = rotary_table(config, context.device, context.positions)
+        self.rotary_table = RotaryTable(config, context.kernels, context.positions)
 
     def attach_target(self, target: Decoder) -> None:
         """Sets the model whose embedding, and in EAGLE-1 head, it shares."""
@@ -64,17 +63,17 @@ class EagleHead(Network):
 
     def position_bytes(self) -> int:
         """Bytes of a row of its rotary table."""
-        return self.rotary_table.shape[1] * self.rotary_table.element_size()
+        return self.rotary_table.position_bytes
 
     def extend_positions(self, positions: int) -> None:
         """Computes the rotary table anew if it is shorter."""
-        extend_rotary_table(self.rotary_table, self.config, positions)
+        self.rotary_table.extend(positions)
 
     def make_reader(self) -> FeatureReader | None:
         """What is to read the residual stream of a step; None if the features are the hidden states."""
         return None
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Array) -> Array:
         """Token ids int64 [T] to float32 [T, E]."""
         return (self.embed_tokens or self._target.embed_tokens)(token_ids)
 
@@ -85,12 +84,12 @@ class FeatureReader:
     def __init__(self, fc: ReplicatedConcatLinear, layers: tuple[int, ...]) -> None:
         self._fc, self._layers = fc, layers
         #: float32 [T, E], complete after the last of the layers.
-        self.features: Tensor | None = None
+        self.features: Array | None = None
 
-    def read(self, layer: int, residual: Tensor) -> None:
+    def read(self, layer: int, residual: Array) -> None:
         """See ``ResidualReader``."""
         if layer in self._layers:
-            self.features = self._fc.product(self._layers.index(layer), residual, torch.float32, self.features)
+            self.features = self._fc.product(self._layers.index(layer), residual, DType.FLOAT32, self.features)
 
 
 class FirstLayer(DecoderLayer):
@@ -105,7 +104,7 @@ class FirstLayer(DecoderLayer):
         self.mlp_norm = self.attach("post_attention_layernorm", norm)
         self.mlp = self.attach("mlp", make_mlp(config, context))
 
-    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """See ``DecoderLayer``."""
         residual = self.attention.add_to(residual, residual, cache, batch)
         return self.mlp.add_to(residual, self.mlp_norm(residual))
@@ -136,19 +135,19 @@ class EagleForCausalLM(EagleHead):
 
     def forward_layers(
         self,
-        residual: Tensor,
+        residual: Array,
         batch: ForwardBatch,
         kv_caches: list[LayerCache],
         reader: ResidualReader | None = None,
-    ) -> Tensor:
+    ) -> Array:
         """See ``EagleHead``."""
-        embedding = self.fc.product(0, self.embed(batch.token_ids), torch.float32)
-        residual = self.fc.product(1, residual, torch.float32, embedding)
+        embedding = self.fc.product(0, self.embed(batch.token_ids), DType.FLOAT32)
+        residual = self.fc.product(1, residual, DType.FLOAT32, embedding)
         for layer, cache in zip(self.layers, kv_caches, strict=True):
             residual = layer(residual, cache, batch)
         return residual
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Array) -> Array:
         """By the model's head."""
         return self._target.logits(hidden)
 
@@ -165,11 +164,11 @@ class ConcatAttention(Attention):
         )
 
     def add_both_to(
-        self, residual: Tensor, first: Tensor, second: Tensor, cache: LayerCache, batch: ForwardBatch
-    ) -> Tensor:
+        self, residual: Array, first: Array, second: Array, cache: LayerCache, batch: ForwardBatch
+    ) -> Array:
         """residual + attention of both inputs, float32 [T, E]; the residual's memory may be reused."""
-        qkv = self.qkv.product(0, first, torch.float32)
-        qkv = self.qkv.product(1, second, first.dtype, qkv)
+        qkv = self.qkv.product(0, first, DType.FLOAT32)
+        qkv = self.qkv.product(1, second, self.qkv.dtype, qkv)
         return self.out.add_to(residual, self.attend(qkv, cache, batch))
 
 
@@ -188,7 +187,7 @@ class MidLayer(Layer):
         self.mlp_norm = self.attach("post_attention_layernorm", RMSNorm(context, hidden, eps))
         self.mlp = self.attach("mlp", make_mlp(config, context))
 
-    def __call__(self, embedding: Tensor, features: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+    def __call__(self, embedding: Array, features: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """Both float32 [T, E] to float32 [T, E]; the features' memory may be reused."""
         embedding, hidden = self.embedding_norm(embedding), self.hidden_norm(features)
         if self._norm_before_residual:
@@ -222,14 +221,14 @@ class Eagle3ForCausalLM(EagleHead):
 
     def forward_layers(
         self,
-        residual: Tensor,
+        residual: Array,
         batch: ForwardBatch,
         kv_caches: list[LayerCache],
         reader: ResidualReader | None = None,
-    ) -> Tensor:
+    ) -> Array:
         """See ``EagleHead``."""
         return self.layer(self.embed(batch.token_ids), residual, kv_caches[0], batch)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Array) -> Array:
         """By its own norm and head."""
         return self.head(self.norm(hidden))

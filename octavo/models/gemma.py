@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig, RopeConfig
+from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec
@@ -61,14 +61,14 @@ class GemmaForCausalLM(Decoder):
         self.kernels, self.logit_cap = context.kernels, config.logit_cap
         if self.is_first:
             # As it was trained: the factor is rounded to the type of the embeddings.
-            self.embed_tokens.scale = torch.tensor(config.hidden_size**0.5, dtype=context.dtype).item()
+            self.embed_tokens.scale = float(np.array(config.hidden_size**0.5).astype(context.dtype.numpy))
 
     def make_layer(self, index: int, config: GemmaConfig, context: LayerContext) -> DecoderLayer:
         """Layer ``index`` of the network; those with a window have a rope of their own."""
         window = config.sliding_windows[index]
-        cos_sin = self.rotary_table(replace(config, rope=config.local_rope) if window else config, context)
+        rotary = self.rotary_table(replace(config, rope=config.local_rope) if window else config, context)
         spec = AttentionSpec(config.query_scale, window, config.score_cap)
-        attention = Attention(config, context, spec, cos_sin, GemmaNorm)
+        attention = Attention(config, context, spec, rotary, GemmaNorm)
         mlp = GatedMLP(context, config.hidden_size, config.intermediate_size, False, "gelu_tanh")
         if config.post_norms:
             return SandwichNormLayer(config, context, attention, mlp)
@@ -78,7 +78,7 @@ class GemmaForCausalLM(Decoder):
         """The norm after the last layer."""
         return GemmaNorm(context, config.hidden_size, config.rms_norm_eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Array) -> Array:
         """With the cap of Gemma 2."""
         logits = super().logits(hidden)
         return logits if self.logit_cap is None else self.kernels.soft_cap(logits, self.logit_cap)
@@ -135,7 +135,7 @@ class SandwichNormLayer(DecoderLayer):
         self.mlp = self.attach("mlp", mlp)
         self.mlp_post_norm = self.attach("post_feedforward_layernorm", norms[3])
 
-    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """See ``DecoderLayer``."""
         attended = self.attention(self.attention_norm(residual), cache, batch)
         residual = self.attention_post_norm.add_to(residual, attended)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
-
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec
@@ -91,7 +90,7 @@ class GPTLayer(DecoderLayer):
             self.mlp_norm = self.attach("post_attention_layernorm", norms[1])
         self.mlp = self.attach("mlp", mlp)
 
-    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """See ``DecoderLayer``."""
         x = self.attention_norm(residual)
         if self.is_sequential:
@@ -129,14 +128,14 @@ class GPTDecoder(Decoder):
 
     def make_attention(self, index: int, config: Any, context: LayerContext) -> Attention:
         """The attention of layer ``index``."""
-        slopes = cos_sin = None
+        slopes = rotary = None
         if config.positions == "alibi":
             slopes = tuple(config.alibi_factor * slope for slope in alibi_slopes(config.num_heads))
         if config.positions == "rotary":
-            cos_sin = self.rotary_table(config, context)
+            rotary = self.rotary_table(config, context)
         window = config.sliding_windows[index] if config.sliding_windows else None
         spec = AttentionSpec(config.head_dim**-0.5, window, alibi_slopes=slopes)
-        return Attention(config, context, spec, cos_sin)
+        return Attention(config, context, spec, rotary)
 
     def make_norm(self, config: Any, context: LayerContext) -> LayerNorm:
         """A norm of a layer, or that after the last one."""

@@ -5,10 +5,9 @@ A network is a stack of layers; a layer is attention and an MLP, each with a nor
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec
@@ -88,7 +87,7 @@ class LlamaLayer(DecoderLayer):
         self.mlp_norm = self.attach("post_attention_layernorm", norm(context, hidden, eps))
         self.mlp = self.attach("mlp", mlp)
 
-    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """See ``DecoderLayer``."""
         residual = self.attention.add_to(residual, self.attention_norm(residual), cache, batch)
         return self.mlp.add_to(residual, self.mlp_norm(residual))

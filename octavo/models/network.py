@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-from torch import Tensor
+import numpy as np
 
 from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.layers.context import LayerContext
@@ -20,7 +21,7 @@ from octavo.models.config_reader import ConfigReader
 class ResidualReader(Protocol):
     """Sees the residual stream between the layers of a network, as part of its forward."""
 
-    def read(self, layer: int, residual: Tensor) -> None:
+    def read(self, layer: int, residual: Array) -> None:
         """``residual``, float32 [T, E], is the input of this layer, or the output of the last; it must not change."""
         ...
 
@@ -64,29 +65,29 @@ class Network(Layer, ABC):
         return 0
 
     def extend_positions(self, positions: int) -> None:
-        """Makes the tables of positions long enough for sequences of ``positions`` tokens, in the same tensors."""
+        """Makes the tables of positions long enough for sequences of so many tokens, before steps are recorded."""
 
-    def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Array:
         """The batch's tokens to hidden states [T, E], for a network of one stage; writes keys and values."""
         return self.forward_layers(self.embed(batch.token_ids), batch, kv_caches)
 
-    def set_virtual_tokens(self, first: int, embeddings: Tensor) -> None:
+    def set_virtual_tokens(self, first: int, embeddings: np.ndarray) -> None:
         """Writes embeddings [n, E] of virtual tokens, those of ids ``vocab_size + first`` on; a stage without the
         embedding does nothing.
         """
 
     @abstractmethod
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Array) -> Array:
         """Token ids int64 [T] to the residual stream float32 [T, E]; first stage only."""
 
     @abstractmethod
     def forward_layers(
         self,
-        residual: Tensor,
+        residual: Array,
         batch: ForwardBatch,
         kv_caches: list[LayerCache],
         reader: ResidualReader | None = None,
-    ) -> Tensor:
+    ) -> Array:
         """The residual stream float32 [T, E] through the layers of this stage, which write their keys and values.
 
         The last stage returns hidden states [T, E] after the final norm, other stages the residual stream for the next.
@@ -94,11 +95,11 @@ class Network(Layer, ABC):
         shown the stream before each layer and after the last.
         """
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Array) -> Array:
         """Hidden states [n, E] to logits float32 [n, vocab]; last stage only."""
         raise NotImplementedError(f"{type(self).__name__} has no language-model head")
 
-    def pool(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+    def pool(self, hidden: Array, batch: ForwardBatch) -> np.ndarray:
         """Hidden states [T, E] of the batch's tokens to a vector for each sequence, float32 [S, D]; last stage only.
 
         The vectors of sequences whose prompts end in the batch count.

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.layers.attention import Attention
@@ -49,7 +48,7 @@ class Olmo2Layer(DecoderLayer):
         self.mlp = self.attach("mlp", mlp)
         self.mlp_norm = self.attach("post_feedforward_layernorm", RMSNorm(context, hidden, eps))
 
-    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """See ``DecoderLayer``."""
         residual = self.attention_norm.add_to(residual, self.attention(residual, cache, batch))
         return self.mlp_norm.add_to(residual, self.mlp(residual))
@@ -58,9 +57,9 @@ class Olmo2Layer(DecoderLayer):
 class ProjectionNorm(RMSNorm):
     """Root mean square norm over all heads together."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Array) -> Array:
         """The norm of x [T, heads, D], of the same shape and of the network's type."""
-        return super().__call__(x.flatten(1)).view(x.shape)
+        return super().__call__(x.reshape(len(x), -1)).reshape(*x.shape)
 
 
 def norm_over_heads(attention: Attention, config: ModelConfig, context: LayerContext) -> Attention:

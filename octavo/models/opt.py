@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+import numpy as np
 
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.layers.context import LayerContext
@@ -41,7 +42,7 @@ class PlainLayerNorm(LayerNorm):
 
     def __init__(self, context: LayerContext, size: int, eps: float) -> None:
         super().__init__(context, size, eps, bias=False)
-        self.weight.fill_(1.0)
+        self.weight = context.kernels.array(np.ones(size, np.float32), context.dtype)
         self.expected.clear()
         self.holds.clear()
 
@@ -49,7 +50,7 @@ class PlainLayerNorm(LayerNorm):
 class PostNormLayer(GPTLayer):
     """norm(x + attention(x)), and then other_norm(x + mlp(x)) of that."""
 
-    def __call__(self, residual: Tensor, cache: LayerCache, batch: ForwardBatch) -> Tensor:
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """See ``GPTLayer``."""
         residual = self.attention_norm.float32(self.attention.add_to(residual, residual, cache, batch))
         return self.mlp_norm.float32(self.mlp.add_to(residual, residual))
@@ -95,12 +96,12 @@ class OPTForCausalLM(GPTDecoder):
         """None where norms are after the sums."""
         return self.make_norm(config, context) if config.final_norm else None
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Array) -> Array:
         """Projected to the width of the layers."""
         embedded = self.embed_tokens(token_ids)
         return embedded if self.project_in is None else self.project_in(embedded[:, self.project_in.columns])
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Array) -> Array:
         """Projected to the width of the embedding."""
         if self.project_out is not None:
             hidden = self.project_out(hidden[:, self.project_out.columns])

@@ -4,33 +4,62 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import cast
 
-import torch
+import numpy as np
 
+from octavo.core.dtypes import DType
 from octavo.core.kv_spec import NUMBER_BYTES
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.interface import AttentionSpec, Kernels
+from octavo.kernels.lora import LowRankShape
 from octavo.layers.context import LayerContext
 from octavo.layers.layer import Weight
 from octavo.models.network import Network
 from octavo.models.registry import make_network
 
 
+class _NoMemory:
+    """What constructors of layers ask of kernels, without memory for anything."""
+
+    def __init__(self) -> None:
+        self.adapters = self
+
+    def array(self, values: np.ndarray, dtype: DType | None = None) -> None: ...
+
+    def zeros(self, shape: tuple[int, ...], dtype: DType) -> None: ...
+
+    def check_attention(self, spec: AttentionSpec) -> None: ...
+
+    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> LowRankShape:
+        return shape
+
+    def make_low_rank_embedding(self, shape: LowRankShape) -> LowRankShape:
+        return shape
+
+
+_NO_MEMORY = cast(Kernels, _NoMemory())
+
+
 def build_rank_without_weights(config: ModelConfig, context: LayerContext) -> Network:
-    """The network for ``context`` on torch's meta device: its sizes can be computed, it cannot be loaded or run.
+    """The network for ``context`` without memory: its sizes can be computed, it cannot be loaded or run.
 
     Raises:
         As ``make_network``.
     """
-    return make_network(config, replace(context, kernels=ReferenceKernels("meta"), device="meta"))
+    return make_network(config, replace(context, kernels=_NO_MEMORY, positions=0))
 
 
 def build_without_weights(
-    config: ModelConfig, dtype: str, quantization: str | None = None, kv_cache_dtype: str = "auto"
+    config: ModelConfig,
+    dtype: str,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+    max_loras: int = 0,
 ) -> Network:
     """As ``build_rank_without_weights``, of the whole network on one rank; types are values of the engine's options."""
     context = LayerContext(
-        ReferenceKernels("meta"), getattr(torch, dtype), quantization=quantization, kv_cache_dtype=kv_cache_dtype
+        _NO_MEMORY, DType(dtype), quantization=quantization, kv_cache_dtype=kv_cache_dtype, max_loras=max_loras
     )
     return build_rank_without_weights(config, context)
 
@@ -62,16 +91,6 @@ def size_bytes(*weights: Weight) -> int:
 def weight_bytes(network: Network) -> int:
     """Bytes of the weights in memory, without scales and padding of the backend (a lower bound)."""
     return size_bytes(*(weight for weight in network.weights() if not weight.is_tied))
-
-
-def loading_bytes(network: Network, *, copies: bool) -> int:
-    """Bytes in use while the weights are loaded: ``weight_bytes`` and, if packing ``copies``, what is copied.
-
-    That is a tied head beside its table, and the largest matrix before it is packed (a lower bound, as scales and
-    padding are left out).
-    """
-    weights = [*network.weights()] if copies else [weight for weight in network.weights() if not weight.is_tied]
-    return size_bytes(*weights) + (max(map(size_bytes, matrices(network)), default=0) if copies else 0)
 
 
 def kv_bytes_per_token(network: Network) -> int:

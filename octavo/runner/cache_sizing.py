@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from octavo.core.kv_groups import KVLayout
 from octavo.core.plan import NewSequence
@@ -63,11 +62,14 @@ class LargestStep:
     def __init__(self, loaded: LoadedModel, size: BatchSize) -> None:
         self._loaded, self._size = loaded, size
 
-    @torch.inference_mode()
     def run(self) -> None:
         """As many tokens and sequences as allowed, which all sample at random and return logprobs."""
+        with self._loaded.mode():
+            self._run()
+
+    def _run(self) -> None:
         loaded = self._loaded
-        batch = largest_step(self._size, loaded.device.torch_device, loaded.context.max_loras)
+        batch = largest_step(self._size, loaded.kernels, loaded.context.max_loras)
         caches, draft_caches = self._caches()
         if loaded.drafter is not None:
             loaded.drafter.forward(batch, draft_caches)
@@ -80,15 +82,15 @@ class LargestStep:
             sampler.add(row, NewSequence(row, [0], 1, 0, Generate(SamplingParams(top_p=0.9, logprobs=1), row)))
         sampler.start(output.logits, rows).wait()
 
-    @torch.inference_mode()
     def graph_bytes(self, in_use: Callable[[], int]) -> int:
         """Bytes of the device that captured steps will take beside eager ones; ``in_use`` tells those in use."""
         loaded, kernels = self._loaded, self._loaded.kernels
-        caches, draft_caches = self._caches()
-        size = kernels.graph_bytes(lambda batch: loaded.forward(batch, caches), self._size, in_use)
-        if (drafter := loaded.drafter) is not None:
-            size += kernels.graph_bytes(lambda batch: drafter.forward(batch, draft_caches), self._size, in_use)
-        return size
+        with loaded.mode():
+            caches, draft_caches = self._caches()
+            size = kernels.graph_bytes(lambda batch: loaded.forward(batch, caches), self._size, in_use)
+            if (drafter := loaded.drafter) is not None:
+                size += kernels.graph_bytes(lambda batch: drafter.forward(batch, draft_caches), self._size, in_use)
+            return size
 
     def _caches(self) -> tuple[list[LayerCache], list[LayerCache]]:
         layers = self._loaded.layers

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
+from numpy.typing import NDArray
 
 from octavo.core.config import EngineConfig
 from octavo.core.kv_groups import KVLayout
 from octavo.core.model_config import ModelConfig
-from octavo.kernels import resolve_device
+from octavo.kernels.arrays import Array
 from octavo.kernels.forward_batch import ForwardBatch
+from octavo.kernels.interface import Kernels
+from octavo.layers.layer import Layer
 from octavo.runner import memory
-from octavo.runner.cache_engine import CacheEngine, StreamedCacheEngine
-from octavo.runner.device_batch import PinnedSend, SampledTokens, send_nowhere, to_device
-from octavo.runner.memory import CacheSize, CudaMemory, WorkerShare
-from octavo.runner.pending import CudaTimer, CudaTimers
+from octavo.runner.cache_engine import CacheEngine
+from octavo.runner.device_batch import SampledTokens, to_device
+from octavo.runner.memory import CacheSize, WorkerShare
+from octavo.runner.pending import StepTimer
 from octavo.runner.step_inputs import FlatInputs
 
 
@@ -31,15 +34,32 @@ class ProfiledStep(Protocol):
         """Bytes of the device that captured steps will take beside eager ones; ``in_use`` tells those in use."""
 
 
+class WeightsAway(Protocol):
+    """Weights whose memory on the device is free."""
+
+    @property
+    def bytes_freed(self) -> int:
+        """Bytes of the device."""
+        ...
+
+    def wake_up(self) -> None:
+        """Brings them back to the same arrays; if it fails it can be repeated."""
+        ...
+
+
 class Device(ABC):
     """The device of one worker: everything in which runners on different devices differ."""
+
+    #: "cpu" or "cuda".
+    name: str
+    #: What computes on it, once it is chosen.
+    kernels: Kernels
 
     #: What moves blocks on the device, and to the host and back.
     cache_engine: type[CacheEngine]
 
-    def __init__(self, name: str, options: EngineConfig, config: ModelConfig, share: WorkerShare) -> None:
-        """``name`` is torch's; ``share`` is the worker's of its machine."""
-        self.torch_device = torch.device(name)
+    def __init__(self, options: EngineConfig, config: ModelConfig, share: WorkerShare) -> None:
+        """``share`` is the worker's of its machine."""
         self._options, self._config, self._share = options, config, share
         #: Bytes of host memory that are kept for adapters.
         self.reserved = 0
@@ -79,8 +99,19 @@ class Device(ABC):
     def to_device(self, inputs: FlatInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
         """The inputs of a step on the device, valid until the step is done."""
 
+    def put_to_sleep(self, networks: Sequence[Layer]) -> WeightsAway | None:
+        """Moves weights to the host's memory, if the device has memory of its own.
+
+        No step may run, and no captured step be replayed, before they are woken up.
+        """
+        return None
+
+    def release_memory(self) -> None:
+        """Returns freed memory to its owner, for other programs; what was captured may wait for the collector."""
+        gc.collect()
+
     @abstractmethod
-    def start_timer(self) -> Callable[[], CudaTimer | None]:
+    def start_timer(self) -> Callable[[], StepTimer | None]:
         """Starts to time a step's work; the returned function is called when all of it is queued.
 
         It returns None if work is done when it is queued.
@@ -90,11 +121,12 @@ class Device(ABC):
 class HostDevice(Device):
     """A CPU: computes in the host's memory, so inputs stay where they are."""
 
+    name = "cpu"
     cache_engine = CacheEngine
 
     def __init__(self, options: EngineConfig, config: ModelConfig, share: WorkerShare) -> None:
-        super().__init__("cpu", options, config, share)
-        #: Tensors over the arrays' own memory, kept while a step repeats the one before.
+        super().__init__(options, config, share)
+        #: Arrays over the inputs' own memory, kept while a step repeats the one before.
         self._last: tuple[FlatInputs, ForwardBatch] | None = None
 
     def free_memory(self) -> int:
@@ -114,65 +146,21 @@ class HostDevice(Device):
     def to_device(self, inputs: FlatInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
         """See ``Device``."""
         if pending:  # some tokens are not in the arrays
-            return to_device(inputs, pending, send_nowhere)
+            return to_device(inputs, pending, self._wrap, self.kernels)
         if self._last is not None and self._last[0] is inputs:
             batch = self._last[1]
             batch.max_seq_len = inputs.max_seq_len
         else:
-            batch = to_device(inputs, (), send_nowhere)
+            batch = to_device(inputs, (), self._wrap, self.kernels)
             self._last = inputs, batch
         return batch
 
-    def start_timer(self) -> Callable[[], CudaTimer | None]:
+    def _wrap(self, arrays: Sequence[NDArray[Any]]) -> list[Array]:
+        return [self.kernels.wrap(array) for array in arrays]
+
+    def start_timer(self) -> Callable[[], StepTimer | None]:
         """See ``Device``: a step is computed while it is submitted."""
         return _no_timer
-
-
-class CudaDevice(Device):
-    """A GPU: has memory of its own, and computes what is queued while the host goes on."""
-
-    cache_engine = StreamedCacheEngine
-
-    def __init__(self, options: EngineConfig, config: ModelConfig, share: WorkerShare) -> None:
-        super().__init__("cuda", options, config, share)
-        self._memory = CudaMemory(self.torch_device)
-        self._send = PinnedSend(self.torch_device)
-        self._timers = CudaTimers()
-
-    def free_memory(self) -> int:
-        """As the driver and torch count it."""
-        return self._memory.free()
-
-    def cache_size(
-        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], ProfiledStep]
-    ) -> CacheSize:
-        """See ``memory.gpu_cache_size``; the largest step is measured, and what captured steps take."""
-        step = largest_step()
-        peak = memory.measure_peak(step.run, self._memory)
-        peak += step.graph_bytes(lambda: memory.in_use(self._memory))
-        total = self._memory.total()
-        size = memory.gpu_cache_size(layout, self._options, total, peak, max_model_len, position_bytes)
-        self._own_blocks = size.num_blocks
-        return size
-
-    def to_device(self, inputs: FlatInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
-        """In one copy from pinned memory."""
-        return to_device(inputs, pending, self._send)
-
-    def start_timer(self) -> Callable[[], CudaTimer | None]:
-        """See ``Device``."""
-        timer = self._timers.begin()
-        return lambda: self._timers.end(timer)
-
-
-def make_device(options: EngineConfig, config: ModelConfig, share: WorkerShare) -> Device:
-    """The device that ``options.device`` means.
-
-    Raises:
-        ConfigError: a GPU was asked for and torch sees none.
-    """
-    kind = CudaDevice if resolve_device(options.device) == "cuda" else HostDevice
-    return kind(options, config, share)
 
 
 def _no_timer() -> None:

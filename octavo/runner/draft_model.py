@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from octavo.core.config import EngineConfig
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan
+from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
 from octavo.layers.context import LayerContext
@@ -220,7 +220,7 @@ class DraftModel(WorkerDrafter):
         ends: NDArray[np.int64],
         complete: NDArray[np.bool_],
         found: Drafts,
-    ) -> Tensor:
+    ) -> Array:
         start = time.perf_counter()
         logits = self._run(rows, starts, ends, complete)
         lengths = ends - starts
@@ -231,7 +231,7 @@ class DraftModel(WorkerDrafter):
 
     def _run(
         self, rows: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.int64], sampled: NDArray[np.bool_]
-    ) -> Tensor:
+    ) -> Array:
         """Computes the tokens ``starts`` to ``ends`` of these rows; logits of the last one of those ``sampled``."""
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(ends - starts, out=offsets[1:])
@@ -240,7 +240,7 @@ class DraftModel(WorkerDrafter):
         assert logits is not None
         return logits
 
-    def _choose(self, logits: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _choose(self, logits: Array, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """With the noise of the rows' requests; tokenizers may have fewer tokens than either network has logits."""
         size = self._sampler.vocab_size
         width = min(size, logits.shape[1])

@@ -13,15 +13,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from octavo.core.config import EngineConfig
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
 from octavo.layers.context import LayerContext
@@ -88,7 +89,7 @@ class EagleDrafter(WorkerDrafter):
         self.kv_specs = self.network.kv_specs
         shape = source.options.token_budget, source.config.hidden_size
         #: Input of the head: a row for each token.
-        self._features = torch.zeros(shape, dtype=torch.float32, device=context.device)
+        self._features = context.kernels.zeros(shape, DType.FLOAT32)
 
     def describe(self) -> str:
         """See ``WorkerDrafter``."""
@@ -126,7 +127,7 @@ class EagleDrafter(WorkerDrafter):
         #: Rows that a sequence samples at most.
         self._window = given.num_speculative_tokens + 1
         #: Results at the sampled rows of each row's last step, and the number of known tokens before it; 0: none.
-        self._results = self._features.new_zeros(rows * self._window, width)
+        self._results = self._kernels.zeros((rows * self._window, width), DType.FLOAT32)
         self._known = np.zeros(rows, np.int64)
         self.capture(caches)
 
@@ -161,13 +162,10 @@ class EagleDrafter(WorkerDrafter):
 
     # --- after a step -----------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def after_step(
-        self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, sampled: Tensor | None
-    ) -> None:
+    def after_step(self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, sampled: Any | None) -> None:
         """See ``WorkerDrafter``: computes the tokens of the step."""
         features = output.hidden if output.features is None else output.features
-        self._features[: len(features)].copy_(features)
+        self._kernels.put_rows(self._features, np.arange(len(features)), features)
         tokens = self._next_tokens(inputs, batch, sampled)
         hidden = self._forward(replace(batch, token_ids=tokens)).hidden
         if not len(inputs.sampling):
@@ -184,15 +182,15 @@ class EagleDrafter(WorkerDrafter):
             self._known[rows] = positions[:count][offsets == 0] + 1
             # Drafts that others propose, such as predictions, may be more than the head's.
             hidden, places = self._within_window(hidden[:count], places, offsets)
-        self._results.index_copy_(0, self._index(places), hidden[: len(places)])
+        self._kernels.put_rows(self._results, places, hidden[: len(places)])
 
     def _within_window(
-        self, hidden: Tensor, places: NDArray[np.int64], offsets: NDArray[np.int64]
-    ) -> tuple[Tensor, NDArray[np.int64]]:
+        self, hidden: Array, places: NDArray[np.int64], offsets: NDArray[np.int64]
+    ) -> tuple[Array, NDArray[np.int64]]:
         kept = np.flatnonzero(offsets < self._window)
         if len(kept) == len(offsets):
             return hidden, places
-        return hidden.index_select(0, self._index(kept)), places[kept]
+        return self._kernels.take_rows(hidden, kept), places[kept]
 
     @staticmethod
     def _num_own(inputs: StepInputs) -> int:
@@ -200,26 +198,20 @@ class EagleDrafter(WorkerDrafter):
         count = len(inputs.sampling)
         return count if inputs.drafted is None else int(inputs.drafted.counts[:count].sum())
 
-    def _next_tokens(self, inputs: StepInputs, batch: ForwardBatch, sampled: Tensor | None) -> Tensor:
+    def _next_tokens(self, inputs: StepInputs, batch: ForwardBatch, sampled: Any | None) -> Array:
         """The token that follows each token of the step, int64 [T]; what is not known is any token."""
-        if sampled is not None:
-            sampled = sampled.clamp(min=0)  # negative where a sequence has failed
-            if inputs.all_sampled and inputs.forked is None:
-                return sampled
+        if sampled is not None and inputs.all_sampled and inputs.forked is None:
+            return self._kernels.as_token_ids(sampled)
         lengths = np.diff(inputs.arrays["query_start_loc"])
         rows, positions = np.repeat(inputs.rows, lengths), inputs.arrays["positions"]
-        tokens = self._index(self._batch.tokens.ids[rows, positions + 1].astype(np.int64))
+        tokens = self._kernels.wrap(self._batch.tokens.ids[rows, positions + 1].astype(np.int64))
         if sampled is not None:
             count = self._num_own(inputs)
-            tokens.index_copy_(0, batch.sampled_rows[:count], sampled[:count])
+            self._kernels.put_tokens(tokens, inputs.arrays["sampled_rows"][:count], sampled, np.arange(count))
         return tokens
-
-    def _index(self, values: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values).to(self._features.device)
 
     # --- drafts -----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def draft(self, counts: dict[int, int]) -> Drafts:
         """See ``WorkerDrafter``. A row whose last step was not seen gets none, such as a child of a fork."""
         found, table = Drafts(), self._batch.tokens
@@ -230,7 +222,7 @@ class EagleDrafter(WorkerDrafter):
         seen = (self._known[rows] > 0) & (offsets >= 0) & (offsets < self._window)
         seen &= computed == table.num_tokens[rows] - 1
         rows, wanted, offsets = rows[seen], wanted[seen], offsets[seen]
-        hidden = self._results.index_select(0, self._index(rows * self._window + offsets))
+        hidden = self._kernels.take_rows(self._results, rows * self._window + offsets)
         number = 0
         while len(rows):
             places = table.num_tokens[rows] + number
@@ -244,25 +236,23 @@ class EagleDrafter(WorkerDrafter):
             number += 1
             more = (chosen >= 0) & (wanted > number)
             if not more.all():
-                rows, wanted, hidden = rows[more], wanted[more], hidden[self._index(np.flatnonzero(more))]
+                hidden = self._kernels.take_rows(hidden, np.flatnonzero(more))
+                rows, wanted = rows[more], wanted[more]
         return found
 
-    def _follow(self, rows: NDArray[np.int64], places: NDArray[np.int64], hidden: Tensor) -> Tensor:
+    def _follow(self, rows: NDArray[np.int64], places: NDArray[np.int64], hidden: Array) -> Array:
         """The head's results for its own, ``hidden``, and the drafts before ``places``: [S, E]."""
         starts, offsets = places - 2, np.arange(len(rows) + 1)
         inputs = self._batch.flatten(rows, starts, starts + 1, offsets, offsets[:-1])
         inputs.arrays["token_ids"] = self._batch.tokens.ids[rows, places - 1].astype(np.int64)
-        self._features[: len(rows)].copy_(hidden)
+        self._kernels.put_rows(self._features, np.arange(len(rows)), hidden)
         return self._forward(self._device.to_device(inputs, ())).hidden
 
-    def _choose(self, hidden: Tensor, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _choose(self, hidden: Array, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
         """With the noise of the rows' requests."""
         slots = self._batch.adapters[rows]
-        device = hidden.device
-        self._kernels.adapters.use(torch.from_numpy(slots).to(device) if (slots >= 0).any() else None)
+        self._kernels.adapters.use(self._kernels.wrap(slots) if (slots >= 0).any() else None)
         logits, ids = self.network.logits(hidden), self.network.target_ids
         if ids is not None:
-            drafted = logits
-            logits = drafted.new_full((len(rows), self._sampler.vocab_size), -torch.inf)
-            logits.index_copy_(1, ids, drafted)
+            logits = self._kernels.scatter_columns(logits, ids, self._sampler.vocab_size)
         return self._sampler.draft(logits, rows, places)

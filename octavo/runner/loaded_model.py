@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
-
-import torch
 
 from octavo.core.config import EngineConfig
 from octavo.core.kv_spec import KVSpec, LayerGroup, group_layers
@@ -24,10 +22,10 @@ from octavo.kernels.timing import KernelClock
 from octavo.models.network import Network
 from octavo.models.sizes import build_rank_without_weights, build_without_weights, weight_bytes
 from octavo.runner import memory
-from octavo.runner.device import make_device
 from octavo.runner.grammar_preparer import GrammarPreparer
 from octavo.runner.kv_layers import KVLayers, find_groups
 from octavo.runner.lora_preparer import LoraPreparer, reserved_bytes
+from octavo.runner.make_device import make_device
 from octavo.runner.memory import WorkerShare
 from octavo.runner.network_drafter import DraftSource, WorkerDrafter
 from octavo.runner.preparers import PreparerContext, WorkerPreparations, make_preparers
@@ -62,21 +60,22 @@ class LoadedModel:
         self.options, self.config, self._folder = options, config, folder
         self.ranks = ranks or Ranks()
         self.device = make_device(options, config, share)
-        torch_device, layout = self.device.torch_device, self.ranks.layout
+        layout = self.ranks.layout
         drafts = find_drafter(options, config)
         kv_specs = _kv_specs(options, config, dtype, drafts)
-        kernels = make_kernels(options, torch_device, kv_specs, layout)
+        kernels = make_kernels(options, self.device.name, kv_specs, layout)
         if self.ranks.group is not None:
             kernels.join(self.ranks.group)
         threads = share.num_threads(options.num_threads)
         kernels.set_threads(threads, options.pin_threads)
         #: Those that compute the masks of grammars.
         self._num_threads = threads or len(os.sched_getaffinity(0))
-        self.mode = nullcontext if kernels.computes_outside_torch else torch.inference_mode
+        self.mode = kernels.mode
         self.clock = KernelClock(kernels)
         # The clock forwards every call to the backend that it measures.
         self.kernels = cast(Kernels, self.clock) if options.time_kernels else kernels
-        self.context = make_context(options, config, self.kernels, dtype, torch_device, layout)
+        self.device.kernels = kernels
+        self.context = make_context(options, config, self.kernels, dtype, layout)
         # What the kernels do not have is refused before anything is read.
         kernels.check_dtype(self.context.dtype)
         for spec in kv_specs:
@@ -102,7 +101,7 @@ class LoadedModel:
         if options.enable_lora:
             self.device.reserved = reserved_bytes(options, self.network, share.free_memory())
         self.device.reserved += virtual_token_bytes(options, self.network, self.context)
-        if drafts is not None and torch_device.type == "cpu":
+        if drafts is not None and self.device.name == "cpu":
             self.device.reserved += memory.activation_bytes(drafts.config, options)
         draft_specs = [] if self.drafter is None else self.drafter.kv_specs
         self.layers = KVLayers(self.kernels, self._kv_groups(), options.block_size, draft_specs)

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
-import torch
+import numpy as np
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import InsufficientMemoryError
 from octavo.core.kv_groups import KVLayout
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, make_batch
+from octavo.kernels.interface import Kernels
 from octavo.layers.context import LayerContext
-from octavo.models.sizes import build_rank_without_weights, loading_bytes
+from octavo.models.sizes import build_rank_without_weights, weight_bytes
 from octavo.runner.cgroups import MemoryLimit, group_limits
 
 GIB = 1 << 30
@@ -94,10 +94,10 @@ def check_weights_fit(config: ModelConfig, context: LayerContext, free: int) -> 
         InsufficientMemoryError: with what is needed and what is there.
         UnsupportedModelError, ConfigError: there is no such network.
     """
-    needed = loading_bytes(build_rank_without_weights(config, context), copies=context.kernels.copies_weights)
+    needed = weight_bytes(build_rank_without_weights(config, context))
     if needed > free:
         raise InsufficientMemoryError(
-            f"the weights need {needed / GIB:.2f} GiB in {context.quantization or context.dtype_name} while they are "
+            f"the weights need {needed / GIB:.2f} GiB in {context.quantization or context.dtype} while they are "
             f"loaded, but only {free / GIB:.2f} GiB of memory are free"
         )
 
@@ -273,87 +273,7 @@ def _positions(layout: KVLayout, budget: int, max_model_len: int, position_bytes
     return max(0, min(max_model_len, budget // (kept // layout.block_size + position_bytes or 1)))
 
 
-class DeviceMemory(Protocol):
-    """Memory of one device, in bytes."""
-
-    def reset_peak(self) -> None:
-        """Frees cached memory and resets the peak."""
-
-    def peak(self) -> int:
-        """Peak of this process's tensors since ``reset_peak``, fragmentation included."""
-
-    def outside(self) -> int:
-        """In use by anything but this process's tensors: the driver's context, compiled code, other programs."""
-
-    def total(self) -> int:
-        """Of the device."""
-
-    def free(self) -> int:
-        """Bytes not in use."""
-
-
-class CudaMemory:
-    """Memory of a CUDA device, as torch and the driver count it."""
-
-    def __init__(self, device: torch.device | str) -> None:
-        self._device = torch.device(device)
-
-    def reset_peak(self) -> None:
-        """Empties torch's cache of freed memory first."""
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def peak(self) -> int:
-        """Segments that torch has reserved from the driver, fragmentation included."""
-        torch.cuda.synchronize(self._device)
-        return int(torch.cuda.max_memory_reserved(self._device))
-
-    def outside(self) -> int:
-        """What the driver counts and torch does not."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        return max(0, int(total - free - torch.cuda.memory_reserved(self._device)))
-
-    def total(self) -> int:
-        """As the driver counts it."""
-        return int(torch.cuda.mem_get_info(self._device)[1])
-
-    def free(self) -> int:
-        """As the driver counts it, plus what torch has cached."""
-        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return int(torch.cuda.mem_get_info(self._device)[0] + kept)
-
-
-def measure_peak(run_largest_step: Callable[[], object], memory: DeviceMemory) -> int:
-    """Bytes of the device in use at the peak of the largest step, weights and other programs included.
-
-    The step is run twice: the first time compiles kernels and makes workspaces that stay. Memory that it
-    no longer holds is freed, so that the KV cache can use it.
-
-    Raises:
-        InsufficientMemoryError: the step does not fit.
-    """
-    try:
-        run_largest_step()
-        memory.reset_peak()
-        run_largest_step()
-    except torch.OutOfMemoryError as e:
-        raise InsufficientMemoryError(
-            "a step of max_num_batched_tokens tokens and max_num_seqs sequences does not fit beside the weights in the "
-            f"GPU's {memory.total() / (1 << 30):.2f} GiB; lower these: {e}"
-        ) from None
-    peak = memory.peak() + memory.outside()
-    memory.reset_peak()
-    return peak
-
-
-def in_use(memory: DeviceMemory) -> int:
-    """Bytes of the device that something holds; what torch has cached is freed first."""
-    memory.reset_peak()
-    return memory.peak() + memory.outside()
-
-
-def largest_step(size: BatchSize, device: torch.device | str, num_slots: int = 0) -> ForwardBatch:
+def largest_step(size: BatchSize, kernels: Kernels, num_slots: int = 0) -> ForwardBatch:
     """A step with as many tokens and as many sequences as there may be, which all sample.
 
     The last sequences have prompts as long as they may be until the tokens are used up, the others decode. Everything
@@ -366,7 +286,7 @@ def largest_step(size: BatchSize, device: torch.device | str, num_slots: int = 0
     for i in reversed(range(len(lens))):
         lens[i] += min(left, size.max_seq_len - 1)
         left -= lens[i] - 1
-    tables = torch.zeros(size.shape("GSB"), dtype=torch.int32)
+    tables = np.zeros(size.shape("GSB"), np.int32)
     adapters = [i % num_slots for i in range(len(lens))] if num_slots else None
-    batch = make_batch(lens, lens, tables, size.block_size, adapters=adapters, device=device)
+    batch = make_batch(lens, lens, tables, size.block_size, kernels, adapters=adapters)
     return replace(batch, max_seq_len=size.max_seq_len)

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from octavo.core.errors import SequenceError
 from octavo.core.plan import StepPlan, StepResult
@@ -22,7 +21,7 @@ from octavo.runner.lora_preparer import describe_adapters
 from octavo.runner.network_drafter import add_drafts
 from octavo.runner.pending import QueuedStep
 from octavo.runner.prompt_results import PromptResults
-from octavo.runner.sleep import WeightSleep, release_device_memory
+from octavo.runner.sleep import WeightSleep
 from octavo.runner.step_inputs import StepInputs
 from octavo.runner.step_sampler import StepSampler
 
@@ -30,7 +29,6 @@ from octavo.runner.step_sampler import StepSampler
 class ModelRunner:
     """Computes steps with a loaded model. Owns the KV cache tensors and the rows of running sequences."""
 
-    @torch.inference_mode()
     def __init__(
         self, loaded: LoadedModel, num_blocks: list[int], num_host_blocks: list[int], max_model_len: int
     ) -> None:
@@ -39,8 +37,13 @@ class ModelRunner:
         The numbers of blocks are those of each KV group, in the order of ``KVLayers.groups``.
         """
         self.loaded = loaded
+        with loaded.mode():
+            self._make(num_blocks, num_host_blocks, max_model_len)
+
+    def _make(self, num_blocks: list[int], num_host_blocks: list[int], max_model_len: int) -> None:
+        loaded = self.loaded
         options, layers = loaded.options, loaded.layers
-        self.device, self.clock = loaded.device.torch_device, loaded.clock
+        self.device_name, self.clock = loaded.device.name, loaded.clock
         self._device, self._kernels, self._drafter = loaded.device, loaded.kernels, loaded.drafter
         self._prompt_adapters = loaded.prompt_adapters
         sizes = [size for size, _ in layers.group_bytes()]
@@ -64,7 +67,7 @@ class ModelRunner:
         self._prompts = PromptResults(self._batch, self._sampler, self._kernels, loaded.config.vocab_size)
         self._in_flight: deque[QueuedStep] = deque()
         #: Whether forced tokens are appended. A sequence may not be planned ahead then, before they are known.
-        ahead = options.pipeline_parallel_size == 1 and options.plans_ahead(self.device.type)
+        ahead = options.pipeline_parallel_size == 1 and options.plans_ahead(self.device_name)
         jumps = options.jump_forward and not ahead
         self._step_sampler = StepSampler(self._batch, self._sampler, self._in_flight, jumps=jumps)
         self._weights = WeightSleep(loaded)
@@ -94,7 +97,6 @@ class ModelRunner:
             drafter,
         )
 
-    @torch.inference_mode()
     def sleep(self, level: int) -> int:
         """Frees memory until ``wake_up``: bytes. The content of the KV cache is lost.
 
@@ -118,10 +120,9 @@ class ModelRunner:
         except BaseException:  # such as no host memory
             self.wake_up()
             raise
-        release_device_memory(self.device)
+        self._device.release_memory()
         return freed
 
-    @torch.inference_mode()
     def wake_up(self, parts: Sequence[str] = ("weights", "kv_cache")) -> bool:
         """Restores these parts; whether all are there now, so that it is awake. If it fails it can be repeated.
 
@@ -130,21 +131,22 @@ class ModelRunner:
         """
         if self._forward is not _refuse_while_sleeping:
             return True
-        if "weights" in parts:
-            self._weights.wake_up(self._max_model_len)
-        if "kv_cache" in parts and not self._cache.device:
-            self._cache.allocate()
-        if self._weights.are_away or not self._cache.device:
-            return False
-        if self._drafter is not None:
-            self._drafter.capture(self.loaded.layers.split(self._cache.device)[1])
-        self._forward = self._capture()
+        with self.loaded.mode():
+            if "weights" in parts:
+                self._weights.wake_up(self._max_model_len)
+            if "kv_cache" in parts and not self._cache.device:
+                self._cache.allocate()
+            if self._weights.are_away or not self._cache.device:
+                return False
+            if self._drafter is not None:
+                self._drafter.capture(self.loaded.layers.split(self._cache.device)[1])
+            self._forward = self._capture()
         return True
 
-    @torch.inference_mode()
     def measure_swap(self) -> float:
         """Seconds to move one block between device and host; see ``CacheEngine.measure_swap``."""
-        return self._cache.measure_swap()
+        with self.loaded.mode():
+            return self._cache.measure_swap()
 
     def submit(self, plan: StepPlan, sampled: dict[int, list[int]] | None = None) -> QueuedStep:
         """Queues a step's work on the device. An exception means that the step failed; errors of one sequence are in

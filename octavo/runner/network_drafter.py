@@ -24,9 +24,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
-from torch import Tensor
 
 from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
@@ -105,7 +105,7 @@ class WorkerDrafter(ABC):
         """The plan's moves are queued, and rows and block tables are as it says."""
 
     def after_step(  # noqa: B027  not every drafter needs the model's hidden states
-        self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, sampled: Tensor | None
+        self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, sampled: Any | None
     ) -> None:
         """A step's forward and its sampling are queued; ``output`` is overwritten by the next.
 
@@ -113,7 +113,7 @@ class WorkerDrafter(ABC):
             inputs: of the step.
             batch: the same on the device.
             output: hidden states of all tokens, and the features that ``make_reader`` has read.
-            sampled: int64, the tokens of the sampled rows, on the device; None: no sequence samples.
+            sampled: int64, the tokens of the sampled rows, where the sampler has them; None: no sequence samples.
         """
 
     @abstractmethod

@@ -6,10 +6,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from octavo.core.plan import SequenceResult, StepResult
 from octavo.runner.input_batch import InputBatch
@@ -18,6 +17,14 @@ from octavo.runner.step_inputs import DraftedTokens, NewTokens
 if TYPE_CHECKING:
     from octavo.kernels.sampling import PendingLogprobs
     from octavo.sampling.sampler_outputs import PendingSamplerOutput, SamplerOutput
+
+
+class StepTimer(Protocol):
+    """Times what a device does beside the host."""
+
+    def wait(self) -> tuple[float, float]:
+        """Waits for the step's work; the seconds that it took, and those that the device was idle before it."""
+        ...
 
 
 @dataclass(slots=True)
@@ -47,12 +54,12 @@ class QueuedStep:
         self.result = result
         self.sampled: PendingTokens | None = None
         self.prompts: list[PendingPrompt] = []
-        #: By sequence id: float32 [D] on the device.
-        self.pooled: dict[int, Tensor] = {}
+        #: By sequence id: float32 [D].
+        self.pooled: dict[int, np.ndarray] = {}
         #: The tokens that grammars force after those that are known now, by sequence id.
         self.find_forced: Callable[[list[int]], dict[int, list[int]]] | None = None
         self.swap_seconds: Callable[[], float] | None = None
-        self.timer: CudaTimer | None = None
+        self.timer: StepTimer | None = None
         self._batch = batch
         self._in_flight = in_flight
         self._received = False
@@ -72,7 +79,7 @@ class QueuedStep:
             extra.prompt_start = prompt.start
             extra.prompt_logprobs = [position for part in prompt.parts for position in part.wait()]
         for seq_id, vector in self.pooled.items():
-            self._extra(seq_id).pooled = vector.cpu().numpy().tobytes()
+            self._extra(seq_id).pooled = vector.tobytes()
         self.receive()
         if self.timer is not None:
             result.device_seconds, result.idle_seconds = self.timer.wait()
@@ -124,41 +131,3 @@ class QueuedStep:
 
     def _extra(self, seq_id: int) -> SequenceResult:
         return self.result.extras.setdefault(seq_id, SequenceResult())
-
-
-class CudaTimers:
-    """Times steps by events on the current stream."""
-
-    def __init__(self, cuda: Any = torch.cuda) -> None:
-        """``cuda`` has ``Event``; tests give another."""
-        self._cuda = cuda
-        self._last_end: Any = None
-
-    def begin(self) -> CudaTimer:
-        """The step's work is queued from here on."""
-        return CudaTimer(self._last_end, self._record())
-
-    def end(self, timer: CudaTimer) -> CudaTimer:
-        """All of the step's work is queued."""
-        timer.end = self._last_end = self._record()
-        return timer
-
-    def _record(self) -> Any:
-        event = self._cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-@dataclass(slots=True)
-class CudaTimer:
-    """Times the work of one step: events before it, at its beginning and at its end."""
-
-    before: Any
-    begin: Any
-    end: Any = None
-
-    def wait(self) -> tuple[float, float]:
-        """Waits for the work; the seconds that it took, and those that the device was idle before it."""
-        self.end.synchronize()
-        idle = 0.0 if self.before is None else self.before.elapsed_time(self.begin) / 1e3
-        return self.begin.elapsed_time(self.end) / 1e3, idle

@@ -11,13 +11,10 @@ embedding is zero and whose keys and values are not written; the adapter's are, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.config import EngineConfig
@@ -34,7 +31,7 @@ from octavo.runner.step_inputs import StepInputs
 from octavo.sampling.sampler import TokenTable
 
 #: Keys and values, the virtual tokens of a step, and their slots [G, t].
-_Write = tuple[Tensor, slice, NDArray[np.int64]]
+_Write = tuple[np.ndarray, slice, NDArray[np.int64]]
 
 
 def virtual_token_bytes(options: EngineConfig, network: Network, context: LayerContext) -> int:
@@ -56,7 +53,7 @@ class PromptAdapters(AdapterPreparer):
         #: By key: which of the table's parts an adapter has, and its virtual tokens on the host.
         self._held: dict[str, tuple[int, VirtualTokens]] = {}
         #: By sequence id: keys and values of prefixes that are not all in its blocks.
-        self._unwritten: dict[int, Tensor] = {}
+        self._unwritten: dict[int, np.ndarray] = {}
         self._writes: list[_Write] = []
 
     def __contains__(self, key: str) -> bool:
@@ -70,11 +67,11 @@ class PromptAdapters(AdapterPreparer):
         tokens, context = read_prompt_adapter(ref, self._sizes), self._context
         if tokens.keys_values is None:
             assert tokens.embeddings is not None
-            return VirtualTokens(embeddings=tokens.embeddings.to(context.dtype))
+            return VirtualTokens(embeddings=tokens.embeddings.astype(context.dtype.numpy))
         own = share_heads(context, self._config.num_heads, self._sizes.kv_heads)[1]
         layers = context.layers_of(self._sizes.layers)
         part = tokens.keys_values[layers.start : layers.stop, :, :, own]
-        return VirtualTokens(keys_values=part.to(context.dtype).contiguous())
+        return VirtualTokens(keys_values=np.array(part, context.dtype.numpy, order="C"))
 
     def keep(self, key: str, thing: VirtualTokens) -> None:
         """See ``Preparer``."""
@@ -99,7 +96,8 @@ class PromptAdapters(AdapterPreparer):
     def _write_embeddings(self, part: int, tokens: VirtualTokens) -> None:
         first, embeddings = part * self._rows, tokens.embeddings
         if embeddings is None:  # zeros: whatever is computed of them is not used
-            embeddings = torch.zeros((self._rows, 1), dtype=self._context.dtype)
+            assert self._sizes is not None
+            embeddings = np.zeros((self._rows, self._sizes.width), self._context.dtype.numpy)
         assert self._network is not None
         self._network.set_virtual_tokens(first, embeddings)
 
@@ -142,10 +140,9 @@ class PromptAdapters(AdapterPreparer):
 
     def write_prefixes(self, kernels: Kernels, caches: Sequence[LayerCache]) -> None:
         """Writes the keys and values of the step's prefixes; before its network, behind the plan's moves of blocks."""
-        device = self._context.device
         for prefix, span, slots in self._writes:
-            keys_values = prefix[:, :, span].to(device)
-            groups: Any = torch.from_numpy(slots).to(device)
-            for cache, (keys, values) in zip(caches, keys_values, strict=True):
+            keys_values, groups = kernels.wrap(prefix[:, :, span]), kernels.wrap(slots)
+            for layer, cache in zip(range(len(prefix)), caches, strict=True):
+                keys, values = keys_values[layer, 0], keys_values[layer, 1]
                 kernels.reshape_and_cache(keys, values, cache, groups[cache.group])
         self._writes = []

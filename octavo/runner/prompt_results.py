@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from octavo.core.plan import NewSequence
 from octavo.core.request import Pool
+from octavo.kernels.arrays import Array
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Kernels
 from octavo.models.network import Network
@@ -41,16 +40,14 @@ class PromptResults:
         self._scored.pop(seq_id, None)
         self._pooled.discard(seq_id)
 
-    def compute(
-        self, model: Network, inputs: StepInputs, batch: ForwardBatch, hidden: Tensor, step: QueuedStep
-    ) -> None:
+    def compute(self, model: Network, inputs: StepInputs, batch: ForwardBatch, hidden: Array, step: QueuedStep) -> None:
         """Begins to score and pool what the step has computed of their prompts: hidden states [T, E]."""
         if self._scored:
             self._score(model, inputs, hidden, step)
         if self._pooled:
             self._pool(model, inputs, batch, hidden, step)
 
-    def _score(self, model: Network, inputs: StepInputs, hidden: Tensor, step: QueuedStep) -> None:
+    def _score(self, model: Network, inputs: StepInputs, hidden: Array, step: QueuedStep) -> None:
         """Scores the prompt tokens that follow the positions computed in this step."""
         table = self._batch.tokens
         offsets = inputs.arrays["query_start_loc"]
@@ -68,14 +65,14 @@ class PromptResults:
             for low in range(start, stop, _ROWS):
                 high = min(low + _ROWS, stop)
                 first = int(offsets[i]) + low - int(inputs.starts[i])
-                slots = torch.full((high - low,), slot, dtype=torch.int32, device=hidden.device) if slot >= 0 else None
-                self._kernels.adapters.use(slots)
+                slots = np.full(high - low, slot, np.int32)
+                self._kernels.adapters.use(self._kernels.wrap(slots) if slot >= 0 else None)
                 logits = model.logits(hidden[first : first + high - low])
                 scored.append(self._sampler.start_prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count))
             if scored:
                 step.prompts.append(PendingPrompt(seq_id, start + 1, scored))
 
-    def _pool(self, model: Network, inputs: StepInputs, batch: ForwardBatch, hidden: Tensor, step: QueuedStep) -> None:
+    def _pool(self, model: Network, inputs: StepInputs, batch: ForwardBatch, hidden: Array, step: QueuedStep) -> None:
         """Pools the prompts that end in this step."""
         ended = inputs.ends >= self._batch.tokens.num_prompt[inputs.rows]
         places = {s: i for i, s in enumerate(inputs.seq_ids) if s in self._pooled and ended[i]}

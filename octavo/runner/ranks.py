@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from octavo.core.parallel import ParallelLayout
 from octavo.kernels.communicator import Communicator
@@ -19,11 +18,11 @@ from octavo.kernels.communicator import Communicator
 class StageLink(Protocol):
     """One way from a worker to the one at its place in the next stage; what is sent is received in order."""
 
-    def send(self, x: Tensor) -> None:
-        """Sends x, float32 [T, E]; its memory may be reused afterwards."""
+    def send(self, x: Any) -> None:
+        """Sends x, float32 [T, E] as host calls get it; its memory may be reused afterwards."""
         ...
 
-    def receive(self, x: Tensor) -> None:
+    def receive(self, x: Any) -> None:
         """Waits for what was sent, of the same shape, and writes it to x."""
         ...
 
@@ -53,12 +52,12 @@ class SharedMemoryLink:
         self._pipe = pipe
         self._count = 0
 
-    def send(self, x: Tensor) -> None:
+    def send(self, x: Any) -> None:
         """See ``StageLink``."""
-        self._next(x)[:] = x.reshape(-1).numpy()
+        self._next(x)[:] = np.asarray(x).reshape(-1)
         os.write(self._pipe, b"\0")
 
-    def receive(self, x: Tensor) -> None:
+    def receive(self, x: Any) -> None:
         """See ``StageLink``.
 
         Raises:
@@ -66,25 +65,9 @@ class SharedMemoryLink:
         """
         if not os.read(self._pipe, 1):
             raise ConnectionError("the worker of the pipeline stage before this one has ended")
-        x.view(-1).numpy()[:] = self._next(x)
+        np.asarray(x).reshape(-1)[:] = self._next(x)
 
-    def _next(self, x: Tensor) -> NDArray[np.float32]:
-        slot = self._slots[self._count % len(self._slots), : x.numel()]
+    def _next(self, x: Any) -> NDArray[np.float32]:
+        slot = self._slots[self._count % len(self._slots), : math.prod(x.shape)]
         self._count += 1
         return slot
-
-
-class TorchLink:
-    """A link of ``torch.distributed``, between any two processes."""
-
-    def __init__(self, peer: int) -> None:
-        """``peer`` is the global rank at the other end."""
-        self._peer = peer
-
-    def send(self, x: Tensor) -> None:
-        """See ``StageLink``."""
-        torch.distributed.send(x.contiguous(), self._peer)
-
-    def receive(self, x: Tensor) -> None:
-        """See ``StageLink``."""
-        torch.distributed.recv(x, self._peer)

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
 from octavo.core.config import EngineConfig
+from octavo.core.dtypes import DType
 from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
 from octavo.core.parallel import ParallelLayout
@@ -23,13 +22,11 @@ from octavo.runner.eagle_drafter import EagleSource
 from octavo.runner.network_drafter import DraftSource
 
 
-def make_kernels(
-    options: EngineConfig, device: torch.device, kv_specs: Iterable[KVSpec], layout: ParallelLayout
-) -> Kernels:
+def make_kernels(options: EngineConfig, device: str, kv_specs: Iterable[KVSpec], layout: ParallelLayout) -> Kernels:
     """The backend of the options; ``kv_specs`` are those of all layers of all stages, so that it serves each."""
     return load_kernels(
         options.kernels,
-        str(device),
+        device,
         head_dim=math.gcd(*(spec.head_dim for spec in kv_specs)),
         deterministic=options.deterministic,
         # An exchange between stages is a call on the host, which a graph cannot hold.
@@ -44,14 +41,12 @@ def make_context(
     config: ModelConfig,
     kernels: Kernels,
     dtype: str,
-    device: torch.device,
     layout: ParallelLayout,
 ) -> LayerContext:
     """How the layers of this rank's stage are built."""
     return LayerContext(
         kernels=kernels,
-        dtype=getattr(torch, dtype),
-        device=device,
+        dtype=DType(dtype),
         quantization=weight_quantization(options, kernels.name, config.quantization),
         kv_cache_dtype=options.kv_cache_dtype,
         tp_rank=layout.tp_rank,

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.request import Generate
@@ -173,7 +172,7 @@ class CustomProcessors(LogitsEdit):
         """See ``LogitsEdit``; a callable that raises, or returns something other than logits, is a ``RowError``."""
         outputs = token_ids[self._num_prompt :].tolist()
         # A copy, as a processor may keep or modify its argument.
-        current = torch.from_numpy(logits.copy())
+        current = _as_written_for(logits.copy())
         for processor, takes_prompt in self._processors:
             try:
                 before = (list(self._prompt), list(outputs)) if takes_prompt else (list(outputs),)
@@ -182,15 +181,25 @@ class CustomProcessors(LogitsEdit):
                 name = getattr(processor, "__qualname__", type(processor).__qualname__)
                 raise RowError(f"logits processor {name} failed: {type(error).__name__}: {error}") from error
         # Some processors force a token by +inf; the largest finite number has the same effect and yields no NaN.
-        np.minimum(current.numpy(), _LARGEST, out=logits)
+        np.minimum(np.asarray(current), _LARGEST, out=logits)
 
 
-def _checked(result: object, vocab_size: int) -> Tensor:
-    if not isinstance(result, Tensor):
-        raise TypeError(f"it must return a tensor of logits, not {type(result).__name__}")
+def _as_written_for(logits: NDArray[np.float32]) -> Any:
+    """A tensor over the array where torch is imported, as it is by a processor's module that computes with it."""
+    torch = sys.modules.get("torch")
+    return logits if torch is None else torch.from_numpy(logits)
+
+
+def _checked(result: Any, vocab_size: int) -> Any:
+    """The logits that a processor returned: float32, of torch or numpy as they came."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(result, torch.Tensor):
+        result = result.detach().to("cpu", torch.float32)
+    elif not isinstance(result, np.ndarray):
+        raise TypeError(f"it must return an array or tensor of logits, not {type(result).__name__}")
     if tuple(result.shape) != (vocab_size,):
         raise ValueError(f"it must return logits of shape [{vocab_size}], not {list(result.shape)}")
-    return result.detach().to("cpu", torch.float32)
+    return result if torch is None or not isinstance(result, np.ndarray) else torch.from_numpy(result)
 
 
 def _takes_prompt(processor: LogitsProcessor) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.plan import NewSequence
 from octavo.core.request import Beam, Generate
 from octavo.kernels import noise
+from octavo.kernels.arrays import Array
 from octavo.kernels.sampling import FILTERS, Filters, PendingLogprobs, SamplingBackend, mask_words
 from octavo.sampling.grammar_mask import CompiledGrammar, GrammarMask, GrammarMasks
 from octavo.sampling.logits_processors import NO_PLUGINS, LogitsProcessors
@@ -165,7 +167,7 @@ class Sampler:
             return []
 
     def start(
-        self, logits: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64] | None = None
+        self, logits: Array, rows: NDArray[np.int64], positions: NDArray[np.int64] | None = None
     ) -> PendingSamplerOutput:
         """Samples a token for each row; the caller appends it to the table.
 
@@ -185,7 +187,7 @@ class Sampler:
         logits = backend.prepare(logits)
         row_list = rows.tolist()
         if self._special.isdisjoint(row_list):
-            return PendingSamplerOutput(backend.choose_most_likely(logits))
+            return self._pending(backend.choose_most_likely(logits))
         if positions is None:
             positions = self._tokens.num_tokens[rows]
         keys = noise.keys(self._seeds[rows], positions)
@@ -193,21 +195,29 @@ class Sampler:
         scored = counts >= 0
         if self._processors.keys().isdisjoint(row_list):
             tokens, which = backend.choose(logits, self._filters[rows], keys), np.flatnonzero(scored)
-            return PendingSamplerOutput(tokens, None, self._logprobs(tokens, logits, which, which, counts, rows))
+            return self._pending(tokens, None, self._logprobs(tokens, logits, which, which, counts, rows))
         processed = [i for i, row in enumerate(row_list) if row in self._processors]
         changed = np.array([i for i in processed if scored[i]], np.int64)
         # Logprobs are computed from the model's logits: rows that are about to be changed are copied.
-        originals = logits[backend.to_device(changed)] if len(changed) else logits
+        originals = backend.copy_rows(logits, changed) if len(changed) else logits
         failed, mask = self._process(logits, row_list, positions.tolist(), processed)
         tokens = backend.choose(logits, self._filters[rows], keys, mask)
         scored[processed] = False
         unchanged = np.flatnonzero(scored)
         found = self._logprobs(tokens, logits, unchanged, unchanged, counts, rows)
         found += self._logprobs(tokens, originals, np.arange(len(changed)), changed, counts, rows)
-        return PendingSamplerOutput(tokens, failed, found)
+        return self._pending(tokens, failed, found)
+
+    def _pending(
+        self,
+        tokens: Any,
+        failed: dict[int, str] | None = None,
+        scored: Sequence[tuple[NDArray[np.int64], PendingLogprobs]] = (),
+    ) -> PendingSamplerOutput:
+        return PendingSamplerOutput(tokens, self._backend.fetch(tokens), failed, scored)
 
     def draft(
-        self, logits: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64], *, edited: bool = True
+        self, logits: Array, rows: NDArray[np.int64], positions: NDArray[np.int64], *, edited: bool = True
     ) -> NDArray[np.int64]:
         """Tokens that ``start`` would choose if these were the model's logits: with the rows' own noise.
 
@@ -228,13 +238,13 @@ class Sampler:
         logits = backend.prepare(logits)
         row_list = rows.tolist()
         if self._special.isdisjoint(row_list):
-            return backend.choose_most_likely(logits).cpu().numpy()
+            return backend.fetch(backend.choose_most_likely(logits))()
         processed = [i for i, row in enumerate(row_list) if row in self._processors] if edited else []
         mask = self._process(logits, row_list, positions.tolist(), processed)[1] if processed else None
         keys = noise.keys(self._seeds[rows], positions)
-        return backend.choose(logits, self._filters[rows], keys, mask).cpu().numpy()
+        return backend.fetch(backend.choose(logits, self._filters[rows], keys, mask))()
 
-    def start_prompt_logprobs(self, logits: Tensor, targets: ArrayLike, k: int) -> PendingLogprobs:
+    def start_prompt_logprobs(self, logits: Array, targets: ArrayLike, k: int) -> PendingLogprobs:
         """Logprobs of given tokens.
 
         Args:
@@ -248,8 +258,8 @@ class Sampler:
 
     def _logprobs(
         self,
-        tokens: Tensor,
-        logits: Tensor,
+        tokens: Any,
+        logits: Any,
         logits_rows: NDArray[np.int64],
         indices: NDArray[np.int64],
         counts: NDArray[np.int64],
@@ -259,7 +269,7 @@ class Sampler:
         if not len(indices):
             return []
         backend = self._backend
-        scored = tokens if len(indices) == len(tokens) else tokens[backend.to_device(indices)]
+        scored = tokens if len(indices) == len(tokens) else backend.select(tokens, indices)
         found = [(indices, backend.logprobs(logits, logits_rows, scored, counts[indices]))]
         if self._listed:
             table_rows = rows[indices].tolist()
@@ -271,24 +281,15 @@ class Sampler:
         return found
 
     def _process(
-        self, logits: Tensor, rows: list[int], positions: list[int], indices: list[int]
+        self, logits: Any, rows: list[int], positions: list[int], indices: list[int]
     ) -> tuple[dict[int, str], NDArray[np.uint32] | None]:
         """Edits the logits at these indices of the batch, and collects their masks without applying them.
-
-        On a device, rows are edited on the host and copied back, so that all rows are sampled by the same kernels.
 
         Returns:
             Error messages by index, and the masks of all rows (see ``SamplingBackend.choose``), if there are any.
         """
         edited = [i for i in indices if self._processors[rows[i]].edits_logits]
-        editable: dict[int, NDArray[np.float32]] = {}
-        if edited and logits.is_cpu:
-            values = logits.numpy()
-            editable = {i: values[i] for i in edited}
-        elif edited:
-            device_rows = self._backend.to_device(np.array(edited, np.int64))
-            copies = logits[device_rows].cpu()
-            editable = dict(zip(edited, copies.numpy(), strict=True))
+        editable = self._backend.edit_rows(logits, edited) if edited else {}
         failed: dict[int, str] = {}
         masks: dict[int, NDArray[np.uint32]] = {}
         bound: dict[int, GrammarMask] = {}
@@ -313,8 +314,8 @@ class Sampler:
                 else:
                     if bits is not None:
                         masks[i] = bits
-        if edited and not logits.is_cpu:
-            logits[device_rows] = copies.to(logits.device)
+        if edited:
+            self._backend.put_rows(logits, editable)
         if bound:
             failed |= self._grammar_masks.add_to(masks, bound)
         return failed, self._stack_masks(masks, len(rows))

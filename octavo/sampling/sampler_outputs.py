@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from octavo.core.plan import PositionLogprobs
-from octavo.kernels.sampling import NO_TOKEN, HostCopy, PendingLogprobs
+from octavo.kernels.sampling import NO_TOKEN, PendingLogprobs
 
 
 class RowError(Exception):
@@ -43,23 +43,24 @@ class PendingSamplerOutput:
     It holds all inputs of the step, so later changes of the rows do not affect it.
     """
 
-    __slots__ = ("_copy", "_failed", "_scored", "tokens")
+    __slots__ = ("_failed", "_fetched", "_scored", "tokens")
 
     def __init__(
         self,
-        tokens: Tensor,
+        tokens: Any,
+        fetched: Callable[[], NDArray[np.int64]],
         failed: dict[int, str] | None = None,
         scored: Sequence[tuple[NDArray[np.int64], PendingLogprobs]] = (),
     ) -> None:
-        #: int64 [n] on the logits' device, ready in stream order; negative where there is no token (``NO_TOKEN``).
+        #: int64 [n] where the logits are, ready in stream order; negative where there is no token (``NO_TOKEN``).
         self.tokens = tokens
-        self._copy = HostCopy(tokens) if tokens.is_cuda else None
+        self._fetched = fetched
         self._failed = failed
         self._scored = scored
 
     def wait(self) -> SamplerOutput:
         """The output on the host; may be called repeatedly."""
-        chosen: NDArray[np.int64] = (self.tokens if self._copy is None else self._copy.wait()).numpy()
+        chosen = self._fetched()
         output = SamplerOutput(chosen)
         if self._failed or min(chosen.tolist(), default=0) < 0:
             none = {i: NO_TOKEN[int(chosen[i])] for i in np.flatnonzero(chosen < 0).tolist()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octavo.cli import info
-from octavo.kernels.device_limits import DeviceLimits
+from octavo.kernels.torch_limits import DeviceLimits
 from octavo.lab.bench.gpu_scale import TINY
 
 Run = Callable[..., int]
@@ -23,6 +23,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shown by ``info``; nothing computes on it."""
     shown = SimpleNamespace(name="Test Card", major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("octavo.kernels.num_gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: shown)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (130 * GIB, 140 * GIB))
     monkeypatch.setattr(info, "gpu_driver", lambda: "580.159")
@@ -48,7 +49,7 @@ def test_limits_of_a_gpu_need_no_compiled_kernels(
     octavo: Run, capsys: pytest.CaptureFixture[str], card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = DeviceLimits(device="Test Card", copy_gb_s=4300.0, read_gb_s=4100.0, bf16_tflops=788.04)
-    monkeypatch.setattr("octavo.kernels.device_limits.measure_device", lambda device: measured)
+    monkeypatch.setattr("octavo.kernels.torch_limits.measure_device", lambda device: measured)
     monkeypatch.setattr(info, "find_spec", lambda name: None)
     assert octavo("info", "--device", "cpu", "--limits", "--json", "-") == 0
     limits = json.loads(capsys.readouterr().out)["limits"]

@@ -36,7 +36,7 @@ def test_no_context_is_too_long_to_start(tiny_model: Path, tmp_path: Path, posit
     long = LLM(str(with_context(tiny_model, tmp_path / "m", positions)), **options, kv_cache_memory_bytes="256KiB")
     runner = long.llm_engine.core.executor._worker.runner  # type: ignore[attr-defined]
     tokens = long.llm_engine.core.max_model_len
-    assert len(runner.loaded.network.layers[0].attention.cos_sin) == tokens < 10_000
+    assert len(runner.loaded.network.layers[0].attention.rotary.array) == tokens < 10_000
     answers = [llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0] for llm in (short, long)]
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].logprobs == answers[1].logprobs

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from octavo import LLM, SamplingParams
 from octavo.core.config import make_config
 from octavo.core.errors import ConfigError, EngineStateError, InvalidRequestError, WeightError
 from octavo.engine.async_llm import AsyncLLM
+from octavo.runner.cuda_sleep import put_to_sleep
 from octavo.server.api_errors import as_api_error
 
 OPTIONS: dict[str, Any] = {
@@ -102,14 +102,14 @@ def test_on_a_gpu_the_weights_wait_in_host_memory_or_are_dropped(tiny_model: Pat
     llm = LLM(str(tiny_model), **OPTIONS)
     runner = llm.llm_engine.core.executor._worker.runner  # type: ignore[attr-defined]
     before = answer(llm)[:2]
-    runner.device = runner.loaded.device.torch_device = torch.device("cuda")  # a pretence: tensors stay where they are
-    table = runner.loaded.network.embed_tokens.table
+    runner.loaded.device.put_to_sleep = put_to_sleep  # a pretence: tensors stay where they are
+    table = runner.loaded.network.head.packed.weight
     size = table.nbytes
     llm.sleep(1)
     assert table.untyped_storage().nbytes() == 0
     assert runner._weights._asleep.bytes_freed >= size > 0
     llm.wake_up()
-    assert runner.loaded.network.embed_tokens.table is table
+    assert runner.loaded.network.head.packed.weight is table
     assert answer(llm)[:2] == before
     llm.sleep(1)
     assert runner.sleep(2) == 0, "the device's memory is free already"

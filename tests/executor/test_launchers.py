@@ -6,14 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.core.config import make_config
 from octavo.core.errors import ConfigError, EngineDeadError
+from octavo.executor.worker import Worker, WorkerSpec
+from octavo.models.config_files import read_model_config
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -53,6 +57,46 @@ def test_processes_of_torchrun_reach_the_same_answers_and_notice_when_they_disag
     for each in said:
         assert each["answers"] == alone
         assert "the plans of step" in each["error"] and "those of ranks [1] are not that of rank 0" in each["error"]
+
+
+@contextmanager
+def without_torch(**environment: object) -> Iterator[None]:
+    """No import of torch succeeds, as where it is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torch", None)
+        for name, value in environment.items():
+            patch.setenv(name, str(value))
+        yield
+
+
+def launched(world: int) -> dict[str, object]:
+    """What a launcher tells the first of its processes."""
+    ranks = {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": world}
+    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+
+
+def test_the_only_process_of_a_launcher_needs_no_torch(tiny_model: Path, alone: list[Any]) -> None:
+    with without_torch(**launched(1)):
+        llm = LLM(str(tiny_model), **OPTIONS, distributed_executor_backend="external_launcher")
+        given = answers(llm)
+        llm.llm_engine.core.shutdown()
+    assert given == alone
+
+
+def test_processes_of_a_launcher_say_that_they_need_torch(tiny_model: Path) -> None:
+    options = {**OPTIONS, "distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}
+    with without_torch(**launched(2)), pytest.raises(ConfigError, match=r"octavo\[torch\]"):
+        LLM(str(tiny_model), **options)
+
+
+@pytest.mark.parametrize("connect", [Worker.open_store, Worker.init_device])
+def test_workers_of_several_machines_say_that_they_need_torch(
+    connect: Callable[[Worker], object], tiny_model: Path
+) -> None:
+    options = make_config(model=str(tiny_model), **OPTIONS, tensor_parallel_size=2)
+    worker = Worker(WorkerSpec.of(options, read_model_config(tiny_model), tiny_model, "float32"))
+    with without_torch(), pytest.raises(ConfigError, match=r"octavo\[torch\]"):
+        connect(worker)
 
 
 # --- Ray -------------------------------------------------------------------------------------------------------------

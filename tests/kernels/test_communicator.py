@@ -6,30 +6,33 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.busy_machine import PATIENCE
 
 PROGRAM = """
 import sys
+import numpy as np
 import torch
-from octavo.kernels.communicator import TorchCommunicator
-from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels import load_kernels
+from octavo.kernels.torch_communicator import TorchCommunicator
 
-rank, where = int(sys.argv[1]), sys.argv[2]
+rank, where, backend = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 torch.distributed.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=3)
 pair = torch.distributed.new_group([0, 1])
-generator = torch.Generator().manual_seed(0)
-first, second, third = (torch.randn(2, 300, generator=generator) * 10.0**i for i in range(3))
-bias, add = torch.arange(300.0), torch.full((2, 300), 0.3)
-kernels = ReferenceKernels()
+random = np.random.default_rng(0)
+first, second, third = (random.standard_normal((2, 300), np.float32) * np.float32(10**i) for i in range(3))
+bias, add = np.arange(300, dtype=np.float32), np.full((2, 300), 0.3, np.float32)
+kernels = load_kernels(backend, "cpu")
 
 
 def check(group, parts, total):
-    kernels.group = TorchCommunicator(group)
+    kernels.join(TorchCommunicator(group))
     assert (kernels.group.rank, kernels.group.size) == (rank, len(parts))
-    x = parts[rank]
-    assert torch.equal(kernels.all_gather(x), torch.cat(parts, dim=1))
-    assert torch.equal(kernels.all_reduce(x.clone()), total)
-    assert torch.equal(kernels.all_reduce(x.clone(), bias, add), total + bias + add)
+    x, offset, residual = (kernels.array(values) for values in (parts[rank], bias, add))
+    assert np.array_equal(kernels.to_numpy(kernels.all_gather(x)), np.concatenate(parts, axis=1))
+    assert np.array_equal(kernels.to_numpy(kernels.all_reduce(kernels.array(parts[rank]))), total)
+    assert np.array_equal(kernels.to_numpy(kernels.all_reduce(x, offset, residual)), total + bias + add)
 
 
 check(None, [first, second, third], (first + second) + third)
@@ -39,10 +42,13 @@ print("right")
 """
 
 
-def test_processes_sum_as_a_tree_and_join(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_processes_sum_as_a_tree_and_join(tmp_path: Path, backend: str) -> None:
+    if backend == "cpu":
+        pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
     command = [sys.executable, "-c", PROGRAM]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "meeting")], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(rank), str(tmp_path / "meeting"), backend], stdout=subprocess.PIPE, text=True)
         for rank in range(3)
     ]
     assert [rank.communicate(timeout=PATIENCE)[0].strip() for rank in ranks] == ["right"] * 3

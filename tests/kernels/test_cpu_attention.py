@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
-from octavo.kernels.cpu import attention  # noqa: E402
+from octavo.kernels.cpu import attention as operations  # noqa: E402
 from octavo.kernels.interface import AttentionSpec  # noqa: E402
+from tests.kernels import torch_facade  # noqa: E402
+
+attention: Any = torch_facade.Facade(operations)
 
 F32, BF16, I8 = torch.float32, torch.bfloat16, torch.int8
 

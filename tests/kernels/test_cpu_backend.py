@@ -14,12 +14,12 @@ from gguf.quants import quantize
 from torch import Tensor
 
 from octavo.core.kv_spec import KVSpec
-from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
+from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
 from octavo.kernels.gguf_rows import GGUFRows
-from octavo.kernels.packed_weight import Activation, PackedWeight
+from octavo.kernels.packed_weight import Activation
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
-CpuKernels: Any = importlib.import_module("octavo.kernels.cpu.backend").CpuKernels
+torch_facade: Any = importlib.import_module("tests.kernels.torch_facade")
 
 #: How weights are held: in their type, quantised, or in the blocks of a file.
 KINDS = [None, "int8", "int4", "Q4_0"]
@@ -28,14 +28,12 @@ KINDS = [None, "int8", "int4", "Q4_0"]
 @pytest.fixture
 def kernels() -> Iterator[Any]:
     threads = _cpu.num_threads()
-    kernels = CpuKernels()
-    kernels.set_threads(2)
-    yield kernels
+    yield torch_facade.make_kernels(2)
     _cpu.set_threads(threads)
 
 
 def one_sequence(tokens: int, slots: Tensor | None = None) -> ForwardBatch:
-    batch = make_batch([tokens], [tokens], torch.arange(-(-tokens // 16)).view(1, -1), 16)
+    batch: ForwardBatch = torch_facade.make_batch([tokens], [tokens], torch.arange(-(-tokens // 16)).view(1, -1), 16)
     if slots is not None:
         batch.slot_mapping = slots[None]
     return batch
@@ -49,15 +47,13 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     _cpu.choose_isa(before)
 
 
-def packed_weight(
-    kernels: Any, kind: str | None, outputs: int, dtype: torch.dtype, *, gated: bool = False
-) -> PackedWeight:
+def packed_weight(kernels: Any, kind: str | None, outputs: int, dtype: torch.dtype, *, gated: bool = False) -> Any:
     weight, bias = torch.randn(outputs, 64).to(dtype), torch.randn(outputs)
     parts: Any = weight.chunk(2) if gated else [weight]
     if kind == "Q4_0":
         parts = [GGUFRows(kind, quantize(part.float().numpy(), GGMLQuantizationType.Q4_0), 64, 32) for part in parts]
         kind = "gguf"
-    packed: PackedWeight = kernels.pack(parts, bias, kind, gated=gated)
+    packed: Any = kernels.pack(parts, bias, kind, gated=gated)
     return packed
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
 from octavo.core.errors import ConfigError  # noqa: E402
-from octavo.kernels.communicator import sum_as_tree  # noqa: E402
-from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
-from octavo.kernels.experts import PackedExperts, PlainExperts, RoutingSpec  # noqa: E402
-from octavo.kernels.interface import Kernels  # noqa: E402
+from octavo.kernels.experts import PackedExperts, RoutingSpec  # noqa: E402
 from octavo.kernels.packed_weight import PackedWeight  # noqa: E402
 from octavo.kernels.reference import ReferenceKernels  # noqa: E402
+from octavo.kernels.torch_communicator import sum_as_tree  # noqa: E402
+from octavo.kernels.torch_experts import PlainExperts  # noqa: E402
+from tests.kernels import torch_facade  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -32,17 +32,17 @@ def isa_and_threads_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(params=[*_cpu.available_isas(), "reference"])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+def kernels(request: pytest.FixtureRequest) -> Any:
     if request.param == "reference":
-        return ReferenceKernels()
-    made = CpuKernels()
+        return torch_facade.of_torch(ReferenceKernels())
+    made = torch_facade.make_kernels()
     _cpu.choose_isa(request.param)
     return made
 
 
 @pytest.fixture(params=_cpu.available_isas())
-def cpu(request: pytest.FixtureRequest) -> CpuKernels:
-    made = CpuKernels()
+def cpu(request: pytest.FixtureRequest) -> Any:
+    made = torch_facade.make_kernels()
     _cpu.choose_isa(request.param)
     return made
 
@@ -87,7 +87,7 @@ def routers() -> dict[str, tuple[Any, RoutingSpec]]:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek-v2", "deepseek-v3"])
-def test_routing_is_that_of_transformers(kernels: Kernels, name: str) -> None:
+def test_routing_is_that_of_transformers(kernels: Any, name: str) -> None:
     router, spec = routers()[name]
     router.weight.data.copy_(torch.eye(24))
     bias = None
@@ -102,7 +102,7 @@ def test_routing_is_that_of_transformers(kernels: Kernels, name: str) -> None:
     torch.testing.assert_close(our_weights.gather(1, our_order), weights.gather(1, order), atol=1e-6, rtol=1e-5)
 
 
-def test_of_equal_scores_the_lowest_expert_is_chosen(kernels: Kernels) -> None:
+def test_of_equal_scores_the_lowest_expert_is_chosen(kernels: Any) -> None:
     logits = torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0, 3.0], [0.0] * 6])
     experts, _ = kernels.route(logits, RoutingSpec(4))
     assert experts.tolist() == [[1, 3, 5, 0], [0, 1, 2, 3]]
@@ -110,7 +110,7 @@ def test_of_equal_scores_the_lowest_expert_is_chosen(kernels: Kernels) -> None:
     assert experts.tolist() == [[1, 0], [0, 1]]
 
 
-def test_a_shared_expert_comes_last_with_the_sigmoid_of_its_logit(kernels: Kernels) -> None:
+def test_a_shared_expert_comes_last_with_the_sigmoid_of_its_logit(kernels: Any) -> None:
     logits = torch.tensor([[0.5, 2.0, -1.0, 4.0]])
     experts, weights = kernels.route(logits, RoutingSpec(2, renormalize=True, scale=3.0, shared=1))
     assert experts.tolist() == [[1, 0, 3]]
@@ -119,7 +119,7 @@ def test_a_shared_expert_comes_last_with_the_sigmoid_of_its_logit(kernels: Kerne
     torch.testing.assert_close(weights[0].double(), expected, atol=1e-6, rtol=0)
 
 
-def test_logits_that_are_not_numbers_stay_in_their_row(kernels: Kernels) -> None:
+def test_logits_that_are_not_numbers_stay_in_their_row(kernels: Any) -> None:
     logits = random(3, 8, seed=1)
     spec = RoutingSpec(3, renormalize=True)
     clean = kernels.route(logits, spec)
@@ -152,7 +152,7 @@ def matrices(
 
 
 def pack(
-    kernels: Kernels, gate_up: list[Tensor], down: list[Tensor], quantization: str | None = None, pieces: int = 1
+    kernels: Any, gate_up: list[Tensor], down: list[Tensor], quantization: str | None = None, pieces: int = 1
 ) -> tuple[list[PackedWeight], list[PackedWeight]]:
     return (
         [kernels.pack(matrix.chunk(2), quantization=quantization, gated=True) for matrix in gate_up],
@@ -194,7 +194,7 @@ def run(experts: PackedExperts, arguments: list[Tensor], part: slice = slice(Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hidden", "inner", "count", "slots", "pieces"), [(40, 24, 7, 2, 1), (200, 56, 5, 3, 4)])
 def test_experts_against_float64(
-    kernels: Kernels, dtype: torch.dtype, hidden: int, inner: int, count: int, slots: int, pieces: int
+    kernels: Any, dtype: torch.dtype, hidden: int, inner: int, count: int, slots: int, pieces: int
 ) -> None:
     # The last expert is of another size, as shared ones are.
     gate_up, down = matrices(hidden, [inner] * (count - 1) + [2 * inner + 8], dtype)
@@ -210,7 +210,7 @@ def test_experts_against_float64(
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantised_experts_are_the_products_of_quantised_weights(cpu: CpuKernels, quantization: str) -> None:
+def test_quantised_experts_are_the_products_of_quantised_weights(cpu: Any, quantization: str) -> None:
     gate_up, down = pack(cpu, *matrices(96, [64] * 5), quantization=quantization)
     arguments = rows(21, 96, 5, 2)
     found = run(cpu.pack_experts(gate_up, down), arguments)
@@ -219,7 +219,7 @@ def test_quantised_experts_are_the_products_of_quantised_weights(cpu: CpuKernels
 
 @pytest.mark.parametrize(("dtype", "quantization"), [*((dtype, None) for dtype in DTYPES), (torch.bfloat16, "int4")])
 def test_neither_company_nor_threads_nor_blocks_change_a_row(
-    cpu: CpuKernels, dtype: torch.dtype, quantization: str | None
+    cpu: Any, dtype: torch.dtype, quantization: str | None
 ) -> None:
     matrices_of = pack(cpu, *matrices(96, [64] * 6, dtype), quantization=quantization, pieces=4)
     packed = cpu.pack_experts(*matrices_of)
@@ -233,7 +233,7 @@ def test_neither_company_nor_threads_nor_blocks_change_a_row(
     assert torch.equal(run(packed, arguments), together)
 
 
-def test_experts_that_no_row_chose_are_not_touched(kernels: Kernels) -> None:
+def test_experts_that_no_row_chose_are_not_touched(kernels: Any) -> None:
     gate_up, down = matrices(48, [32] * 6)
     arguments = rows(9, 48, 6, 2)
     arguments[1] %= 3  # the first three experts alone; one may come twice
@@ -244,7 +244,7 @@ def test_experts_that_no_row_chose_are_not_touched(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ranks_with_a_share_of_every_expert_give_the_same_bits(cpu: CpuKernels, dtype: torch.dtype) -> None:
+def test_ranks_with_a_share_of_every_expert_give_the_same_bits(cpu: Any, dtype: torch.dtype) -> None:
     gate_up, down = matrices(256, [96] * 4, dtype)
     arguments = rows(13, 256, 4, 2, dtype)
     whole = cpu.pack_experts(*pack(cpu, gate_up, down, pieces=4))(*arguments[:3])
@@ -258,7 +258,7 @@ def test_ranks_with_a_share_of_every_expert_give_the_same_bits(cpu: CpuKernels, 
         assert torch.equal(sum_as_tree(parts), whole)
 
 
-def test_an_expert_that_does_not_exist_is_refused(cpu: CpuKernels) -> None:
+def test_an_expert_that_does_not_exist_is_refused(cpu: Any) -> None:
     packed = cpu.pack_experts(*pack(cpu, *matrices(16, [8] * 3)))
     x, chosen, weights, add = rows(2, 16, 3, 2)
     chosen[1, 0] = 3

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from octavo.core.kv_spec import KVSpec
-from octavo.kernels.forward_batch import make_batch
-from octavo.kernels.interface import Kernels
 from octavo.kernels.reference import ReferenceKernels
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
-CpuKernels: Any = importlib.import_module("octavo.kernels.cpu.backend").CpuKernels
+torch_facade: Any = importlib.import_module("tests.kernels.torch_facade")
 
 
 @pytest.fixture(params=_cpu.available_isas(), autouse=True, scope="module")
@@ -35,7 +33,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "n", "k"), [(1, 5, 7), (3, 20, 12), (5, 33, 64)])
 def test_each_head_has_its_own_matrix_and_a_row_its_bits(dtype: torch.dtype, heads: int, n: int, k: int) -> None:
-    kernels, weight = CpuKernels(), random(heads, n, k, dtype=dtype)
+    kernels, weight = torch_facade.make_kernels(), random(heads, n, k, dtype=dtype)
     packed = kernels.pack_heads(weight)
     assert packed.nbytes >= weight.nbytes
     x = random(150, heads, k + 3, dtype=dtype, seed=1)[:, :, 2 : 2 + k]
@@ -55,11 +53,11 @@ def test_queries_and_cached_vectors_of_latent_attention(dtype: torch.dtype) -> N
     (heads, nope, rope, rank), tokens = (3, 10, 8, 24), 13
     name = str(dtype).removeprefix("torch.")
     spec = KVSpec("latent", 1, rank + rope, name)
-    batch = make_batch([tokens], [tokens], torch.tensor([[2, 0, 3, 1]], dtype=torch.int32), 4)
+    batch = torch_facade.make_batch([tokens], [tokens], torch.tensor([[2, 0, 3, 1]], dtype=torch.int32), 4)
     angles = random(tokens, rope // 2, seed=3)
     table = torch.cat((angles.cos(), angles.sin()), 1)
 
-    def run(kernels: Kernels) -> tuple[Tensor, Tensor]:
+    def run(kernels: Any) -> tuple[Tensor, Tensor]:
         q, down = random(tokens, heads, nope + rope, dtype=dtype), random(tokens, 2 + rank + rope, dtype=dtype, seed=1)
         latent, k_rope = down[:, 2:].split([rank, rope], dim=1)
         absorb = kernels.pack_heads(random(heads, rank, nope, dtype=dtype, seed=2))
@@ -67,7 +65,10 @@ def test_queries_and_cached_vectors_of_latent_attention(dtype: torch.dtype) -> N
         assert cache.value is cache.key
         return kernels.latent_rotary_and_cache(q, latent.clone(), k_rope, absorb, batch, table, cache), cache.key
 
-    (theirs, their_key), (ours, our_key) = run(ReferenceKernels()), run(CpuKernels())
+    (theirs, their_key), (ours, our_key) = (
+        run(torch_facade.of_torch(ReferenceKernels())),
+        run(torch_facade.make_kernels()),
+    )
     absolute, relative = (1e-5, 1e-5) if dtype == torch.float32 else (0.06, 0.01)
     torch.testing.assert_close(ours, theirs, atol=absolute, rtol=relative)
     # Blocks are [block_size][vector padded to a multiple of 16].

@@ -22,7 +22,8 @@ from octavo.core.errors import ConfigError
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
 from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
 from octavo.kernels.cpu.linear import CpuDenseWeight  # noqa: E402
-from octavo.kernels.device_limits import measure_cpu  # noqa: E402
+from octavo.kernels.cpu_limits import measure_cpu  # noqa: E402
+from octavo.kernels.torch_arrays import engine_dtype, from_torch  # noqa: E402
 from tests.busy_machine import once_in_three  # noqa: E402
 
 DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}
@@ -51,7 +52,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def pack(weight: Tensor, bias: Tensor | None, gated: bool = False) -> Any:
-    return CpuDenseWeight(KERNELS.runner, weight, bias, gated).packed
+    offset = None if bias is None else bias.numpy()
+    return CpuDenseWeight(KERNELS.runner, [from_torch(weight)], engine_dtype(weight.dtype), offset, gated).packed
 
 
 def product(packed: Any, x: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
@@ -280,9 +282,9 @@ def test_dropped_weights_give_their_memory_back() -> None:
             lambda p, g: _cpu.linear(p, 0, 8, _cpu.Dtype.f32, 0, 16, _cpu.Dtype.f32, 8, 15),
             "add_stride 15 .* 16 columns",
         ),
-        (lambda p, g: _cpu.pack_linear(0, 0, 8, 8, _cpu.Dtype.f32), "0 x 8"),
-        (lambda p, g: _cpu.pack_linear(0, 2, 8, 7, _cpu.Dtype.f32), "row stride 7"),
-        (lambda p, g: _cpu.pack_linear(0, 3, 8, 8, _cpu.Dtype.f32, gate_up=True), "3 is odd"),
+        (lambda p, g: _cpu.pack_linear([(0, 0, 8)], 8, _cpu.Dtype.f32), "0 x 8"),
+        (lambda p, g: _cpu.pack_linear([(0, 2, 7)], 8, _cpu.Dtype.f32), "row stride 7"),
+        (lambda p, g: _cpu.pack_linear([(0, 3, 8)], 8, _cpu.Dtype.f32, gate_up=True), "3 is odd"),
     ],
 )
 def test_wrong_calls_are_refused(call: Any, message: str) -> None:
@@ -292,7 +294,7 @@ def test_wrong_calls_are_refused(call: Any, message: str) -> None:
 
 
 def test_other_types_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"float32 or bfloat16, not in torch\.float16"):
+    with pytest.raises(ConfigError, match=r"float32 or bfloat16, not in float16"):
         pack(random(4, 4, dtype=torch.float16), None)
 
 

@@ -6,23 +6,26 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from octavo.core.dtypes import DType
+
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
-from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
 from octavo.kernels.cpu.collectives import SharedMemoryCommunicator  # noqa: E402
-from octavo.kernels.cpu.lora import CpuLowRank  # noqa: E402
-from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch  # noqa: E402
-from octavo.kernels.lora import LowRank, LowRankShape  # noqa: E402
+from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput  # noqa: E402
+from octavo.kernels.lora import LowRankShape  # noqa: E402
 from octavo.kernels.packed_weight import Activation  # noqa: E402
+from octavo.kernels.torch_arrays import torch_dtype  # noqa: E402
 from octavo.layers.context import LayerContext  # noqa: E402
 from octavo.layers.linear import RowParallelLinear  # noqa: E402
 from tests.busy_machine import PATIENCE  # noqa: E402
+from tests.kernels import torch_facade  # noqa: E402
 from tests.lora_cases import Adapter, exact, make_adapter, random  # noqa: E402
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [DType.FLOAT32, DType.BFLOAT16]
 OUTPUTS = [40, 16, 23]
 #: The ranks of each adapter's parts.
 RANKS = [(8, 8, 8), (1, 0, 64), (3, 15, 0), (2, 4, 32)]
@@ -43,15 +46,14 @@ def isa(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def make_kernels(threads: int = 2) -> CpuKernels:
+def make_kernels(threads: int = 2) -> Any:
     isa = _cpu.isa()
-    kernels = CpuKernels()
-    kernels.set_threads(threads)
+    kernels = torch_facade.make_kernels(threads)
     _cpu.choose_isa(isa)
     return kernels
 
 
-def filled(kernels: CpuKernels, inputs: int, dtype: torch.dtype, outputs: Sequence[int] = OUTPUTS) -> CpuLowRank:
+def filled(kernels: Any, inputs: int, dtype: DType, outputs: Sequence[int] = OUTPUTS) -> Any:
     low_rank = kernels.adapters.make_low_rank(LowRankShape(inputs, tuple(outputs), len(RANKS) + 1, 64, dtype))
     for slot, adapter in enumerate(adapters_of(inputs, outputs)):
         low_rank.place(slot, low_rank.pack(adapter))
@@ -62,11 +64,11 @@ def adapters_of(inputs: int, outputs: Sequence[int]) -> list[Adapter]:
     return [make_adapter(inputs, outputs, ranks[: len(outputs)], seed) for seed, ranks in enumerate(RANKS)]
 
 
-def use(kernels: CpuKernels, slots: Sequence[int]) -> None:
+def use(kernels: Any, slots: Sequence[int]) -> None:
     kernels.adapters.use(torch.tensor(slots, dtype=torch.int32))
 
 
-def call(low_rank: LowRank, x: Tensor, add: Tensor | None = None) -> Tensor:
+def call(low_rank: Any, x: Tensor, add: Tensor | None = None) -> Tensor:
     out = low_rank(x, None if add is None else add.clone())
     assert out is not None
     return out
@@ -80,12 +82,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [64, 7, 131])
-def test_rows_of_several_adapters(isa: str, inputs: int, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+def test_rows_of_several_adapters(isa: str, inputs: int, dtype: DType, x_dtype: DType) -> None:
     kernels = make_kernels()
     low_rank, adapters = filled(kernels, inputs, dtype), [*adapters_of(inputs, OUTPUTS), None]
     for rows in (1, 5, 64, 200):
         slots = [(3 * row) % 6 - 1 for row in range(rows)]
-        x = random(rows, inputs + 3, seed=rows).to(x_dtype)[:, :inputs]
+        x = random(rows, inputs + 3, seed=rows).to(torch_dtype(x_dtype))[:, :inputs]
         use(kernels, slots)
         added, bound = exact(adapters, OUTPUTS, slots, x, dtype)
         assert ((call(low_rank, x).double() - added).abs() <= bound).all()
@@ -94,7 +96,7 @@ def test_rows_of_several_adapters(isa: str, inputs: int, dtype: torch.dtype, x_d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_alone_and_in_any_company(isa: str, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_any_company(isa: str, dtype: DType) -> None:
     kernels = make_kernels()
     low_rank = filled(kernels, 131, dtype)
     x, add = random(90, 131), random(90, sum(OUTPUTS), seed=1)
@@ -116,12 +118,12 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(isa: str, dtype: torch
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("out_dtype", DTYPES)
 def test_rows_without_adapters_have_the_bits_of_a_product_alone(
-    isa: str, quantization: str | None, gated: bool, out_dtype: torch.dtype
+    isa: str, quantization: str | None, gated: bool, out_dtype: DType
 ) -> None:
     kernels = make_kernels()
-    low_rank = filled(kernels, 64, torch.bfloat16, (24, 24))
+    low_rank = filled(kernels, 64, DType.BFLOAT16, (24, 24))
     parts = [random(24, 64, seed=i).bfloat16() for i in (1, 2)]
-    weight = kernels.pack(parts, random(48, seed=3), quantization, gated=gated)
+    weight = kernels.pack(parts, random(48, seed=3).bfloat16(), quantization, gated=gated)
     x = random(30, 64).bfloat16()
     x[7] = 0
     x[9] = -1e-38
@@ -130,13 +132,13 @@ def test_rows_without_adapters_have_the_bits_of_a_product_alone(
     activation: Activation | None = "silu" if gated else None
     plain = weight(x, out_dtype, activation=activation)
     added = weight(x, out_dtype, low_rank(x), activation)
-    bits = torch.int32 if out_dtype == torch.float32 else torch.int16
+    bits = torch.int32 if out_dtype is DType.FLOAT32 else torch.int16
     for row, slot in enumerate(slots):
         assert torch.equal(plain[row].view(bits), added[row].view(bits)) == (slot < 0 or row == 7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_embeddings(isa: str, dtype: torch.dtype) -> None:
+def test_embeddings(isa: str, dtype: DType) -> None:
     kernels = make_kernels()
     low_rank = kernels.adapters.make_low_rank_embedding(LowRankShape(20, (37,), 3, 8, dtype))
     parts = [make_adapter(20, [37], [rank], rank)[0] for rank in (1, 8)]
@@ -150,7 +152,7 @@ def test_embeddings(isa: str, dtype: torch.dtype) -> None:
     for row in (0, 1):
         part = parts[slots[row]]
         assert part is not None
-        down, up = (matrix.to(dtype).float() for matrix in part)
+        down, up = (torch.from_numpy(matrix.astype(dtype.numpy).astype(np.float32)) for matrix in part)
         torch.testing.assert_close(out[row], add[row] + up @ down[:, ids[row] - 100])
     assert torch.equal(out[2:], add[2:])  # no adapter, an id of another rank, an empty slot
 
@@ -161,17 +163,18 @@ def test_embeddings(isa: str, dtype: torch.dtype) -> None:
 def batch_of(slots: Sequence[int], token_ids: Tensor | None = None) -> ForwardBatch:
     ones = [1] * len(slots)
     tables = torch.zeros(len(slots), 1)
-    return make_batch(ones, ones, tables, 16, adapters=slots, token_ids=token_ids)
+    return torch_facade.make_batch(ones, ones, tables, 16, adapters=slots, token_ids=token_ids)
 
 
 class Network:
     """An embedding, a projection, another added to the residual stream, and a head, all with adapters."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: DType) -> None:
         self.kernels, self.dtype = make_kernels(), dtype
         kernels = self.kernels
         self.table, self.up, self.down, self.head = (
-            random(*shape, seed=i).to(dtype) / 8 for i, shape in enumerate([(20, 64), (96, 64), (64, 96), (20, 64)])
+            random(*shape, seed=i).to(torch_dtype(dtype)) / 8
+            for i, shape in enumerate([(20, 64), (96, 64), (64, 96), (20, 64)])
         )
         self.weights = [kernels.pack([matrix]) for matrix in (self.up, self.down, self.head)]
         shapes = [(64, 96), (96, 64), (64, 20)]
@@ -186,7 +189,7 @@ class Network:
             made = None if seed is None else make_adapter(low_rank.inputs, low_rank.outputs, [1 + seed % 8], seed)
             low_rank.place(slot, None if made is None else low_rank.pack(made))
         made = None if seed is None else make_adapter(20, [64], [1 + seed % 8], seed)
-        self.of_embedding.place(slot, None if made is None else self.of_embedding.pack(made[0]))  # type: ignore[arg-type]
+        self.of_embedding.place(slot, None if made is None else self.of_embedding.pack(made[0]))
 
     def __call__(self, batch: ForwardBatch) -> ForwardOutput:
         kernels = self.kernels
@@ -195,9 +198,9 @@ class Network:
         up, down, head = self.weights
         of_up, of_down, of_head = self.low_ranks
         hidden = up(residual, self.dtype, of_up(residual), "silu")
-        residual = down(hidden, torch.float32, of_down(hidden, residual))
+        residual = down(hidden, DType.FLOAT32, of_down(hidden, residual))
         sampled = kernels.take_sampled(residual, batch)
-        return ForwardOutput(residual, head(sampled, torch.float32, of_head(sampled)))
+        return ForwardOutput(residual, head(sampled, DType.FLOAT32, of_head(sampled)))
 
 
 def run(forward: Callable[[ForwardBatch], ForwardOutput], batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -207,7 +210,7 @@ def run(forward: Callable[[ForwardBatch], ForwardOutput], batch: ForwardBatch) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_recorded_step_is_the_step_run_at_once(dtype: torch.dtype) -> None:
+def test_a_recorded_step_is_the_step_run_at_once(dtype: DType) -> None:
     network = Network(dtype)
     recorded = network.kernels.capture(network, BatchSize(40, 40, 40, 16, 16))
     ids = torch.arange(7) * 3 % 20
@@ -239,7 +242,7 @@ def test_a_recorded_step_is_the_step_run_at_once(dtype: torch.dtype) -> None:
 
 def test_two_ranks_add_up_to_one() -> None:
     weight, x, residual = random(48, 64), random(9, 64, seed=1), random(9, 48, seed=2)
-    adapter = {"": (random(8, 64, seed=3), random(48, 8, seed=4))}
+    adapter = {"": (random(8, 64, seed=3).numpy(), random(48, 8, seed=4).numpy())}
     slots = [row % 3 - 1 for row in range(9)]
     groups = SharedMemoryCommunicator.of_threads(2, timeout=PATIENCE)
     every = [make_kernels(1) for _ in range(3)]
@@ -248,9 +251,9 @@ def test_two_ranks_add_up_to_one() -> None:
         kernels = every[index]
         kernels.group = groups[index] if size > 1 else None
         kernels.adapters.use(torch.tensor(slots, dtype=torch.int32))
-        context = LayerContext(kernels, torch.float32, tp_rank=index % size, tp_size=size, max_loras=2, max_lora_rank=8)
+        context = LayerContext(kernels, DType.FLOAT32, tp_rank=index % size, tp_size=size, max_loras=2, max_lora_rank=8)
         layer = RowParallelLinear(context, 64, 48, False)
-        layer.load("weight", weight)
+        layer.load("weight", weight.numpy())
         for slot in (0, 1):
             layer.place_lora(slot, layer.pack_lora(adapter))
         return layer.add_to(residual.clone(), x[:, layer.columns])

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
-from octavo.kernels.communicator import sum_as_tree  # noqa: E402
-from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
 from octavo.kernels.cpu.collectives import SharedMemoryCommunicator  # noqa: E402
+from octavo.kernels.torch_arrays import engine_dtype, from_torch  # noqa: E402
+from octavo.kernels.torch_communicator import sum_as_tree  # noqa: E402
 from octavo.layers.context import LayerContext  # noqa: E402
 from octavo.layers.linear import RowParallelLinear  # noqa: E402
 from tests.busy_machine import PATIENCE  # noqa: E402
+from tests.kernels import torch_facade  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = 70
@@ -37,10 +38,8 @@ def isa(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def make_kernels() -> CpuKernels:
-    kernels = CpuKernels()
-    kernels.set_threads(1)
-    return kernels
+def make_kernels() -> Any:
+    return torch_facade.make_kernels(1)
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -54,11 +53,11 @@ def results(size: int, dtype: torch.dtype, weight: Tensor, bias: Tensor | None, 
 
     def rank(index: int) -> list[Tensor]:
         kernels[index].group = groups[index]
-        context = LayerContext(kernels[index], dtype, tp_rank=index, tp_size=size)
+        context = LayerContext(kernels[index], engine_dtype(dtype), tp_rank=index, tp_size=size)
         layer = RowParallelLinear(context, weight.shape[1], len(weight), bias is not None)
-        layer.load("weight", weight)
+        layer.load("weight", from_torch(weight))
         if bias is not None:
-            layer.load("bias", bias)
+            layer.load("bias", from_torch(bias))
         share = x.chunk(size, dim=1)[index].contiguous()
         found = []
         for rows in range(1, len(x) + 1):
@@ -89,7 +88,7 @@ def test_1_2_and_4_ranks_give_the_same_bits(isa: str, dtype: torch.dtype, bias: 
 @pytest.mark.parametrize("pieces", [2, 4])
 def test_pieces_of_k_are_joined_as_a_tree(isa: str, dtype: torch.dtype, pieces: int) -> None:
     kernels = make_kernels()
-    weight, x, bias = random(50, 80, seed=0).to(dtype), random(33, 80, seed=1).to(dtype), random(50, seed=2)
+    weight, x, bias = random(50, 80, seed=0).to(dtype), random(33, 80, seed=1).to(dtype), random(50, seed=2).to(dtype)
     whole = kernels.pack([weight], bias, pieces=pieces)
     parts = [
         kernels.pack([w.contiguous()])(x_part.contiguous(), torch.float32)

@@ -119,7 +119,7 @@ def busy_processes(count: int) -> Iterator[None]:
 def product_steps(rows: torch.Tensor, weight: torch.Tensor, layers: int) -> tuple[Any, list[torch.Tensor]]:
     """A tape of products, each of the result before it; and what it writes. All of it must be kept."""
     n, k = weight.shape
-    packed = _cpu.pack_linear(weight.data_ptr(), n, k, k, _cpu.Dtype.f32)
+    packed = _cpu.pack_linear([(weight.data_ptr(), n, k)], k, _cpu.Dtype.f32)
     results = [rows, *(torch.zeros(len(rows), n) for _ in range(layers))]
     tape = _cpu.Tape()
     for x, out in pairwise(results):

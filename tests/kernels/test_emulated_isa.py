@@ -11,8 +11,7 @@ import pytest
 import torch
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
-from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
-from octavo.kernels.cpu.linear import CpuDenseWeight  # noqa: E402
+from tests.kernels import torch_facade  # noqa: E402
 
 EMULATED = ("avx512_bf16", "avx512")
 _AVX2 = {"avx2", "fma"}
@@ -56,9 +55,10 @@ def test_no_instruction_set_is_offered_that_the_processor_lacks() -> None:
 
 
 def product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    kernels = CpuKernels()
+    kernels = torch_facade.make_kernels()
     _cpu.choose_isa("avx512_bf16")
-    return CpuDenseWeight(kernels.runner, weight)(x, torch.float32)
+    out: torch.Tensor = kernels.pack([weight])(x, torch.float32)
+    return out
 
 
 @within_the_emulated_run

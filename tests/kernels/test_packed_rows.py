@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.torch_arrays import engine_dtype, from_torch
 from octavo.layers.context import LayerContext
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 
 pytest.importorskip("octavo._cpu")
-CpuKernels: Any = importlib.import_module("octavo.kernels.cpu.backend").CpuKernels
+torch_facade: Any = importlib.import_module("tests.kernels.torch_facade")
 
 #: More than a panel, and not whole ones.
 ROWS = 39
@@ -45,17 +46,17 @@ def blocks(kind: str, columns: int = 512) -> GGUFRows:
 
 def tied(dtype: torch.dtype, tensor: Tensor | GGUFRows, quantization: str | None = None) -> VocabParallelEmbedding:
     """An embedding with its head, loaded."""
-    context = LayerContext(CpuKernels(), dtype, quantization=quantization)
+    context = LayerContext(torch_facade.make_kernels(), engine_dtype(dtype), quantization=quantization)
     embedding = VocabParallelEmbedding(context, ROWS, tensor.shape[1])
     embedding.scale = 1.7
     ParallelLMHead(context, ROWS, tensor.shape[1], embedding)
-    embedding.load("weight", tensor)
+    embedding.load("weight", from_torch(tensor) if isinstance(tensor, Tensor) else tensor)
     return embedding
 
 
 def rows_of(table: Tensor) -> Tensor:
     """What a table of its own gives; id 39 is past its end."""
-    return CpuKernels().embedding(IDS, table, 0, scale=1.7)
+    return torch_facade.make_kernels().embedding(IDS, table, 0, scale=1.7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,7 +76,7 @@ def test_a_head_of_gguf_blocks_gives_their_values(kind: str, dtype: torch.dtype)
     embedding = tied(dtype, matrix, "gguf")
     assert (embedding.table is None) == (kind != "Q6_K")
     assert embedding.holds[0].is_tied == (kind != "Q6_K")
-    assert torch.equal(embedding(IDS), rows_of(matrix.dequantize().to(dtype)))
+    assert torch.equal(embedding(IDS), rows_of(torch.from_numpy(matrix.dequantize()).to(dtype)))
 
 
 def test_a_quantised_head_leaves_the_table_as_it_is() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.kernels import pinned
-from octavo.runner.device_batch import PinnedSend
+from octavo.kernels import torch_pinned
+from octavo.runner.cuda_send import PinnedSend
 
 
 @pytest.fixture
@@ -22,13 +22,13 @@ def no_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(*args, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
-    pinned._warn.cache_clear()
+    torch_pinned._warn.cache_clear()
 
 
 def test_plain_memory_serves_where_none_can_be_pinned(no_pinning: None, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="octavo"):
-        made = [pinned.host_empty((2, 3), torch.int64) for _ in range(2)]
-        copy = pinned.host_copy(torch.arange(4))
+        made = [torch_pinned.host_empty((2, 3), torch.int64) for _ in range(2)]
+        copy = torch_pinned.host_copy(torch.arange(4))
     assert [(tuple(m.shape), m.dtype, m.is_pinned()) for m in made] == [((2, 3), torch.int64, False)] * 2
     assert copy.tolist() == [0, 1, 2, 3]
     (record,) = caplog.records

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.reference import ReferenceKernels
+from tests.kernels import torch_facade
 
-BACKENDS: dict[str, Any] = {"reference": ReferenceKernels}
+BACKENDS: dict[str, Any] = {"reference": lambda: torch_facade.of_torch(ReferenceKernels())}
 for name, module, made in (
-    ("cpu", "octavo.kernels.cpu.backend", lambda m: m.CpuKernels),
-    ("triton", "octavo.kernels.triton.backend", lambda m: lambda: m.TritonKernels("cpu")),
+    ("cpu", "octavo.kernels.cpu.backend", lambda m: torch_facade.make_kernels),
+    ("triton", "octavo.kernels.triton.backend", lambda m: lambda: torch_facade.of_torch(m.TritonKernels("cpu"))),
 ):
     try:
         BACKENDS[name] = made(importlib.import_module(module))

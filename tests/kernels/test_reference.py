@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +17,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.kv_spec import KVSpec
 from octavo.kernels import load_kernels, reference
 from octavo.kernels.cache import LayerCache
-from octavo.kernels.forward_batch import ForwardBatch, make_batch
+from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec
-from octavo.kernels.packed_weight import Activation, stack_rows
+from octavo.kernels.packed_weight import Activation
 from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.torch_kernels import stack_rows
+from tests.kernels import torch_facade
 
-KERNELS = ReferenceKernels()
+KERNELS: Any = torch_facade.of_torch(ReferenceKernels())
 SMALL = KVSpec("full", 1, 2, "float32")
 Floats = NDArray[np.float64]
 
@@ -111,7 +115,7 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> Step:
         slots += own[before : before + new]
         positions += range(before, before + new)
         starts.append(starts[-1] + new)
-    batch = make_batch(
+    batch = torch_facade.make_batch(
         [new for _, new in case.lengths], totals, tables, case.block_size, starts=[before for before, _ in case.lengths]
     )
     assert (batch.slot_mapping[0].tolist(), batch.positions.tolist()) == (slots, positions)
@@ -336,12 +340,11 @@ def test_products(dtype: torch.dtype) -> None:
     assert gated(x[:0], activation="silu").shape == (0, 4)
 
 
-def test_stacked_parts_are_copied_only_where_they_lie_apart() -> None:
+def test_parts_of_any_types_and_strides_are_stacked_in_one() -> None:
     whole = torch.randn(8, 5)
-    assert stack_rows(whole.split([2, 5, 1])).data_ptr() == whole.data_ptr()
-    assert torch.equal(stack_rows(whole.split([2, 5, 1])), whole)
-    for parts in (whole.chunk(2)[::-1], (whole[:2], whole[3:]), (whole[:, :2], whole[:, 2:4])):
-        assert torch.equal(stack_rows(parts), torch.cat(parts))
+    parts = [whole[:2].numpy(), whole[2:5].numpy().astype(DType.BFLOAT16.numpy), np.asfortranarray(whole[5:].numpy())]
+    stacked = stack_rows(parts, ReferenceKernels(), DType.BFLOAT16)
+    assert stacked.dtype == torch.bfloat16 and torch.equal(stacked, whole.bfloat16())
 
 
 def test_embedding() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import AdapterError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
@@ -37,7 +39,7 @@ def context(rank: int, size: int) -> LayerContext:
     kernels = ReferenceKernels()
     kernels.group = Apart(rank, size) if size > 1 else None
     kernels.adapters.use(SLOTS)
-    return LayerContext(kernels, torch.float32, tp_rank=rank, tp_size=size, max_loras=2, max_lora_rank=8)
+    return LayerContext(kernels, DType.FLOAT32, tp_rank=rank, tp_size=size, max_loras=2, max_lora_rank=8)
 
 
 def matrices(inputs: int, outputs: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -46,8 +48,8 @@ def matrices(inputs: int, outputs: int, rank: int, seed: int) -> tuple[Tensor, T
 
 def load(layer: Any, adapter: dict[str, tuple[Tensor, Tensor]], **weights: Tensor) -> Any:
     for name, tensor in weights.items():
-        layer.load(name.replace("__", "."), tensor)
-    layer.place_lora(0, layer.pack_lora(adapter))
+        layer.load(name.replace("__", "."), tensor.numpy())
+    layer.place_lora(0, layer.pack_lora({name: (down.numpy(), up.numpy()) for name, (down, up) in adapter.items()}))
     return layer
 
 
@@ -68,7 +70,7 @@ def test_names_of_layers_and_parts() -> None:
         "model.layers.3.mlp": {"gate_proj": (16, 8), "up_proj": (16, 8)},
         "model.layers.3.mlp.down_proj": {"": (8, 16)},
     }
-    plain = GatedMLP(LayerContext(ReferenceKernels(), torch.float32), 8, 16, bias=False)
+    plain = GatedMLP(LayerContext(ReferenceKernels(), DType.FLOAT32), 8, 16, bias=False)
     assert not list(plain.lora_layers())
 
 
@@ -127,10 +129,13 @@ def test_embedding_and_head(size: int) -> None:
 
 
 def test_refused_matrices() -> None:
+    def empty(inputs: int, outputs: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros((rank, inputs), np.float32), np.zeros((outputs, rank), np.float32)
+
     layer = RowParallelLinear(context(0, 2), 64, 10, False)
     with pytest.raises(AdapterError, match=r"\[4, 32\] and \[10, 4\] do not fit a layer of 64 inputs and 10 outputs"):
-        layer.pack_lora({"": matrices(32, 10, 4, 0)})
+        layer.pack_lora({"": empty(32, 10, 4)})
     with pytest.raises(AdapterError, match="rank 9 is not within 1 and max_lora_rank, 8"):
-        layer.pack_lora({"": matrices(64, 10, 9, 0)})
+        layer.pack_lora({"": empty(64, 10, 9)})
     with pytest.raises(AdapterError, match="no part 'q_proj'"):
-        layer.pack_lora({"q_proj": matrices(64, 10, 9, 0)})
+        layer.pack_lora({"q_proj": empty(64, 10, 9)})

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ROPE_TYPES, ModelConfig, RopeConfig
-from octavo.layers.rope import rotary_table
+from octavo.kernels.reference import ReferenceKernels
+from octavo.layers.rope import RotaryTable
 
 HEAD_DIM = 16
 MAX_POSITION = 256
@@ -38,6 +39,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def table_of(config: ModelConfig, positions: int | None = None) -> Tensor:
+    table: Tensor = RotaryTable(config, ReferenceKernels(), positions).array
+    return table
+
+
 def ours(rope_type: str, parameters: dict[str, Any], max_position: int, configured: int = MAX_POSITION) -> Tensor:
     scaling = {k: v for k, v in parameters.items() if k != "partial_rotary_factor"}
     rope = RopeConfig(
@@ -47,7 +53,7 @@ def ours(rope_type: str, parameters: dict[str, Any], max_position: int, configur
         scaling={**scaling, "max_position_embeddings": configured},
     )
     config = ModelConfig("LlamaForCausalLM", 10, 64, 64, 1, 4, 4, HEAD_DIM, max_position, rope=rope)
-    return rotary_table(config, "cpu")
+    return table_of(config)
 
 
 def theirs(rope_type: str, parameters: dict[str, Any], length: int) -> Tensor:
@@ -124,18 +130,24 @@ def test_a_shorter_table_is_the_beginning_of_the_whole(rope_type: str, parameter
     """Bit for bit, although scalings depend on the longest text."""
     rope = RopeConfig(500.0, rope_type, scaling={**parameters, "max_position_embeddings": MAX_POSITION})
     config = ModelConfig("LlamaForCausalLM", 10, 64, 64, 1, 4, 4, HEAD_DIM, MAX_POSITION, rope=rope)
-    whole = rotary_table(config, "cpu")
-    assert rotary_table(config, "cpu", 100).equal(whole[:100])
-    assert rotary_table(config, "cpu", 10**6).equal(whole)
+    whole = table_of(config)
+    assert table_of(config, 100).equal(whole[:100])
+    assert table_of(config, 10**6).equal(whole)
+    grown = RotaryTable(config, ReferenceKernels(), 10)
+    for positions in (5, 100, 10**6):
+        grown.extend(positions)
+    assert grown.array.equal(whole)
 
 
-def test_a_long_table_is_computed_in_pieces_of_the_same_bits() -> None:
+def test_a_long_table_is_computed_in_pieces_and_rounded_once() -> None:
+    """Of angles in float32; the last bit of cosines and sines is that of exact ones."""
     config = ModelConfig("LlamaForCausalLM", 10, 64, 64, 1, 4, 4, HEAD_DIM, (1 << 16) + 3)
-    angles = torch.outer(torch.arange(config.max_position).float(), 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16))
-    assert rotary_table(config, "cpu").equal(torch.cat((angles.cos(), angles.sin()), dim=1))
+    wave = (10000.0 ** (torch.arange(0, 16, 2) / 16).double()).float()
+    angles = torch.outer(torch.arange(config.max_position).float(), 1.0 / wave).double()
+    assert table_of(config).equal(torch.cat((angles.cos(), angles.sin()), dim=1).float())
 
 
 def test_unknown_type_is_refused() -> None:
     config = ModelConfig("LlamaForCausalLM", 10, 64, 64, 1, 4, 4, HEAD_DIM, 8)
     with pytest.raises(UnsupportedModelError, match="'mrope' is not supported; supported: default, dynamic"):
-        rotary_table(replace(config, rope=RopeConfig(rope_type="mrope")), "cpu")
+        table_of(replace(config, rope=RopeConfig(rope_type="mrope")))

@@ -9,12 +9,13 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import torch
 from gguf import GGMLQuantizationType as Q
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.kernels.gguf_rows import GGUFRows
 from octavo.kernels.quantized_rows import QuantizedRows
+from octavo.kernels.torch_arrays import to_torch
 from octavo.loader.gguf_config import write_gguf_folder
 from octavo.loader.gguf_weights import GGUFCheckpoint
 from octavo.loader.weights import read_safetensors
@@ -146,7 +147,7 @@ def write_folder(path: Path) -> Path:
 
 
 def tensors_of(
-    folder: Path, gguf: Path | None = None, dtype: torch.dtype | None = torch.float32
+    folder: Path, gguf: Path | None = None, dtype: DType | None = DType.FLOAT32
 ) -> dict[str, Tensor | QuantizedRows]:
     """What a network is given of a folder's safetensors, or of a GGUF file, under its own names."""
     config = read_model_config(folder)
@@ -157,14 +158,14 @@ def tensors_of(
         pairs = GGUFCheckpoint(gguf, config, shapes).read(shapes, network.checkpoint_map, dtype)
     for entry in network.checkpoint_map:
         pairs = entry.apply(pairs, shapes)
-    tensors = {name: tensor.clone() if isinstance(tensor, Tensor) else tensor for name, tensor in pairs}
+    tensors = {name: to_torch(tensor) if isinstance(tensor, np.ndarray) else tensor for name, tensor in pairs}
     assert tensors.keys() == shapes.keys()
     return tensors
 
 
 def values_of(tensor: Tensor | QuantizedRows) -> Tensor:
     """The values of a matrix in either form."""
-    return tensor.dequantize() if isinstance(tensor, GGUFRows) else tensor  # type: ignore[return-value]
+    return to_torch(tensor.dequantize()) if isinstance(tensor, GGUFRows) else tensor  # type: ignore[return-value]
 
 
 @pytest.fixture

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.numpy import save_file
 
 from octavo.core.adapters import AdapterRef
+from octavo.core.dtypes import DType
 from octavo.core.errors import AdapterError
 from octavo.loader.adapters.adapter_files import check_adapter, read_adapter
 from octavo.loader.adapters.targets import AdapterTargets
@@ -78,16 +77,20 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> AdapterTargets:
     return make_targets(tmp_path_factory.mktemp("llama"), LLAMA)
 
 
-def pair(module: str, out: int, inputs: int, rank: int = 4, seed: int = 0) -> dict[str, Tensor]:
+def random(*shape: int, numbers: np.random.Generator | None = None) -> np.ndarray:
+    return (numbers or np.random.default_rng(0)).standard_normal(shape, np.float32)
+
+
+def pair(module: str, out: int, inputs: int, rank: int = 4, seed: int = 0) -> dict[str, np.ndarray]:
     """The tensors of a module's product, as PEFT names them."""
-    generator = torch.Generator().manual_seed(seed)
+    numbers = np.random.default_rng(seed)
     return {
-        f"base_model.model.{module}.lora_A.weight": torch.randn(rank, inputs, generator=generator),
-        f"base_model.model.{module}.lora_B.weight": torch.randn(out, rank, generator=generator),
+        f"base_model.model.{module}.lora_A.weight": random(rank, inputs, numbers=numbers),
+        f"base_model.model.{module}.lora_B.weight": random(out, rank, numbers=numbers),
     }
 
 
-def save(folder: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:
+def save(folder: Path, tensors: dict[str, np.ndarray], **settings: Any) -> Path:
     """Writes a folder as PEFT does."""
     folder.mkdir(exist_ok=True)
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": [], **settings}
@@ -115,14 +118,15 @@ def test_an_adapter_is_a_digest_a_name_a_path_and_a_rank(adapter: Path, llama: A
     assert check_adapter(adapter, "sql", llama, 16).key != ref.key, "other scales are another adapter"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_matrices_are_read_in_float32_with_their_scale(tmp_path: Path, llama: AdapterTargets, dtype: Any) -> None:
-    tensors = {name: tensor.to(dtype) for name, tensor in pair(Q_PROJ, Q, E).items()}
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16])
+def test_matrices_are_read_in_float32_with_their_scale(tmp_path: Path, llama: AdapterTargets, dtype: DType) -> None:
+    tensors = {name: tensor.astype(dtype.numpy) for name, tensor in pair(Q_PROJ, Q, E).items()}
     found = weights(save(tmp_path / "a", tensors), llama)
-    down, up = (tensor.float() for tensor in tensors.values())
+    down, up = (tensor.astype(np.float32) for tensor in tensors.values())
     assert [*found] == ["model.layers.0.self_attn"] and [*found["model.layers.0.self_attn"]] == ["q_proj"]
     read_down, read_up = found["model.layers.0.self_attn"]["q_proj"]
-    assert torch.equal(read_down, down) and torch.equal(read_up, up * 2)
+    assert read_down.dtype == read_up.dtype == np.float32
+    assert np.array_equal(read_down, down) and np.array_equal(read_up, up * 2)
 
 
 @pytest.mark.parametrize(
@@ -142,20 +146,20 @@ def test_matrices_are_read_in_float32_with_their_scale(tmp_path: Path, llama: Ad
 def test_scales_are_those_of_peft(tmp_path: Path, llama: AdapterTargets, settings: Any, scale: float) -> None:
     tensors = pair(Q_PROJ, Q, E)
     _, up = weights(save(tmp_path / "a", tensors, **settings), llama)["model.layers.0.self_attn"]["q_proj"]
-    assert torch.equal(up, [*tensors.values()][1] * scale)
+    assert np.array_equal(up, [*tensors.values()][1] * scale)
 
 
 def test_embedding_and_head_take_adapters(tmp_path: Path, llama: AdapterTargets) -> None:
     tensors = pair("lm_head", V, E)
-    tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.randn(4, V)
-    tensors["base_model.model.model.embed_tokens.lora_embedding_B"] = torch.randn(E, 4)
-    tensors["base_model.model.model.embed_tokens.base_layer.weight"] = torch.randn(V, E)  # saved by PEFT beside them
+    tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = random(4, V)
+    tensors["base_model.model.model.embed_tokens.lora_embedding_B"] = random(E, 4)
+    tensors["base_model.model.model.embed_tokens.base_layer.weight"] = random(V, E)  # saved by PEFT beside them
     found = weights(save(tmp_path / "a", tensors), llama)
     assert {layer: {part: (a.shape, b.shape) for part, (a, b) in parts.items()} for layer, parts in found.items()} == {
         "lm_head": {"": ((4, E), (V, 4))},
         "model.embed_tokens": {"": ((4, V), (E, 4))},
     }
-    tensors["base_model.model.model.embed_tokens.base_layer.weight"] = torch.randn(V + 1, E)
+    tensors["base_model.model.model.embed_tokens.base_layer.weight"] = random(V + 1, E)
     with pytest.raises(AdapterError, match=r"embed_tokens.base_layer.weight.*resized vocabulary"):
         check_adapter(save(tmp_path / "b", tensors), "b", llama, 16)
 
@@ -185,7 +189,7 @@ def test_the_product_is_what_the_checkpoint_map_makes_of_a_changed_weight(
     network = build_without_weights(targets.config, "float32")
     name, delta = f"{module}.weight", 2 * up @ down
     shapes = {name: layer.expected[shard] for name, layer, shard in network.tensors()}
-    pairs: Any = [(name, delta.t() if is_transposed(name, network.checkpoint_map) else delta)]
+    pairs: Any = [(name, delta.T if is_transposed(name, network.checkpoint_map) else delta)]
     for entry in network.checkpoint_map:
         pairs = entry.apply(pairs, shapes)
     expected = dict(pairs)
@@ -196,7 +200,7 @@ def test_the_product_is_what_the_checkpoint_map_makes_of_a_changed_weight(
     }
     assert found.keys() == expected.keys() and len(found) >= 1
     for name, value in found.items():
-        torch.testing.assert_close(value, expected[name])
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-5)
 
 
 def test_heads_of_tied_models_take_adapters(tmp_path: Path) -> None:
@@ -266,25 +270,28 @@ def test_settings_of_training_are_ignored(tmp_path: Path, llama: AdapterTargets)
         (pair("model.layers.0.input_layernorm", E, E), "input_layernorm', which takes no adapters"),
         (pair("transformer.h.0.attn.c_attn", 3 * E, E), "c_attn', which a LlamaForCausalLM"),
         ({k: v for k, v in pair(Q_PROJ, Q, E).items() if "lora_A" in k}, "lora_A.weight' has no partner"),
-        ({"model.layers.0.self_attn.q_proj.weight": torch.zeros(Q, E)}, "is no low-rank matrix"),
+        ({"model.layers.0.self_attn.q_proj.weight": np.zeros((Q, E), np.float32)}, "is no low-rank matrix"),
         (
             {
                 **pair(Q_PROJ, Q, E),
-                "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": torch.ones(E),
+                "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": np.ones(E, np.float32),
             },
             "lora_magnitude_vector' is no low-rank matrix",
         ),
         (
-            {**pair(Q_PROJ, Q, E), "base_model.model.lm_head.weight": torch.zeros(V, E)},
+            {**pair(Q_PROJ, Q, E), "base_model.model.lm_head.weight": np.zeros((V, E), np.float32)},
             "lm_head.weight' is no low-rank",
         ),
-        ({name: tensor.int() for name, tensor in pair(Q_PROJ, Q, E).items()}, "lora_A.weight' is of type I32"),
+        (
+            {name: tensor.astype(np.int32) for name, tensor in pair(Q_PROJ, Q, E).items()},
+            "lora_A.weight' is of type I32",
+        ),
         ({name: tensor[None] for name, tensor in pair(Q_PROJ, Q, E).items()}, "lora_A.weight' has shape"),
         ({}, "holds no low-rank matrices"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(
-    tmp_path: Path, llama: AdapterTargets, tensors: dict[str, Tensor], message: str
+    tmp_path: Path, llama: AdapterTargets, tensors: dict[str, np.ndarray], message: str
 ) -> None:
     with pytest.raises(AdapterError, match=message):
         check_adapter(save(tmp_path / "a", tensors), "a", llama, 16)
@@ -429,11 +436,11 @@ def write_gguf(path: Path, tensors: dict[str, np.ndarray], arch: str = "llama", 
     return path
 
 
-def gguf_tensors(source: str, down: Tensor, up: Tensor) -> dict[str, np.ndarray]:
-    return {f"{source}.lora_a": down.numpy(), f"{source}.lora_b": up.numpy()}
+def gguf_tensors(source: str, down: np.ndarray, up: np.ndarray) -> dict[str, np.ndarray]:
+    return {f"{source}.lora_a": down, f"{source}.lora_b": up}
 
 
-def _permuted(rows: Tensor, heads: int) -> Tensor:
+def _permuted(rows: np.ndarray, heads: int) -> np.ndarray:
     """The rows of queries or keys of a Llama, as llama.cpp's converter reorders them."""
     return rows.reshape(heads, 2, len(rows) // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
@@ -448,30 +455,30 @@ def test_gguf_adapters_are_those_of_peft(tmp_path: Path, llama: AdapterTargets) 
         "blk.0.ffn_down.weight": ("model.layers.0.mlp.down_proj", E, F, None),
         "output.weight": ("lm_head", V, E, None),
     }
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, np.ndarray] = {}
     rows: dict[str, np.ndarray] = {}
     for seed, (source, (module, out, inputs, heads)) in enumerate(modules.items()):
         made = pair(module, out, inputs, seed=seed)
         down, up = made.values()
         tensors |= made
         rows |= gguf_tensors(source, down, up if heads is None else _permuted(up, heads))
-    a, b = torch.randn(4, V), torch.randn(E, 4)
+    a, b = random(4, V), random(E, 4)
     tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = a
     tensors["base_model.model.model.embed_tokens.lora_embedding_B"] = b
-    rows |= gguf_tensors("token_embd.weight", a.t().contiguous(), b)
+    rows |= gguf_tensors("token_embd.weight", np.ascontiguousarray(a.T), b)
     theirs = weights(write_gguf(tmp_path / "a.gguf", rows), llama)
     ours = weights(save(tmp_path / "a", tensors), llama)
     assert theirs.keys() == ours.keys()
     for layer, parts in ours.items():
         for part, matrices in parts.items():
-            assert all(torch.equal(x, y) for x, y in zip(matrices, theirs[layer][part], strict=True))
+            assert all(np.array_equal(x, y) for x, y in zip(matrices, theirs[layer][part], strict=True))
 
 
 def test_quantised_gguf_adapters_are_read(tmp_path: Path, llama: AdapterTargets) -> None:
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
-    down = torch.randn(4, E).numpy()
+    down = random(4, E)
     file = tmp_path / "a.gguf"
     from gguf import GGUFWriter
 
@@ -481,13 +488,13 @@ def test_quantised_gguf_adapters_are_read(tmp_path: Path, llama: AdapterTargets)
     writer.add_float32("adapter.lora.alpha", 4.0)
     kind = GGMLQuantizationType.Q8_0
     writer.add_tensor("blk.0.attn_v.weight.lora_a", quantize(down, kind), raw_dtype=kind)
-    writer.add_tensor("blk.0.attn_v.weight.lora_b", torch.ones(K, 4).numpy())
+    writer.add_tensor("blk.0.attn_v.weight.lora_b", np.ones((K, 4), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     read, _ = weights(file, llama)["model.layers.0.self_attn"]["v_proj"]
-    torch.testing.assert_close(read, torch.from_numpy(down), atol=0.05, rtol=0)
+    np.testing.assert_allclose(read, down, atol=0.05, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -512,13 +519,13 @@ def test_quantised_gguf_adapters_are_read(tmp_path: Path, llama: AdapterTargets)
 def test_gguf_adapters_that_do_not_fit_are_refused(
     tmp_path: Path, llama: AdapterTargets, source: str, arch: str, facts: Any, message: str
 ) -> None:
-    rows = gguf_tensors(source, torch.ones(4, E), torch.ones(K, 4))
+    rows = gguf_tensors(source, np.ones((4, E), np.float32), np.ones((K, 4), np.float32))
     with pytest.raises(AdapterError, match=message):
         check_adapter(write_gguf(tmp_path / "a.gguf", rows, arch, **facts), "a", llama, 16)
 
 
 def test_damaged_gguf_adapters_are_refused(tmp_path: Path, llama: AdapterTargets) -> None:
-    rows = gguf_tensors("blk.0.attn_v.weight", torch.ones(4, E), torch.ones(K, 4))
+    rows = gguf_tensors("blk.0.attn_v.weight", np.ones((4, E), np.float32), np.ones((K, 4), np.float32))
     file = write_gguf(tmp_path / "a.gguf", rows)
     ref = check_adapter(file, "a", llama, 16)
     file.write_bytes(file.read_bytes()[:-8])

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import WeightError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
@@ -66,7 +67,7 @@ class Untouched(ReferenceKernels):
 def load(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
-    load_model(folder, read_model_config(folder), LayerContext(Untouched(), torch.float32))
+    load_model(folder, read_model_config(folder), LayerContext(Untouched(), DType.FLOAT32))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_a_long_load_shows_its_progress_on_a_terminal(
 ) -> None:
     from octavo.loader import model
 
-    def slowly(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    def slowly(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
         for i, pair in enumerate(read(folder)):
             yield pair
             if i == 5:
@@ -151,6 +152,6 @@ def test_a_long_load_shows_its_progress_on_a_terminal(
     monkeypatch.setattr(model, "read_safetensors", slowly)
     shown = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr("sys.stderr", shown)
-    context = LayerContext(ReferenceKernels(), torch.float32, tp_rank=rank, tp_size=2)
+    context = LayerContext(ReferenceKernels(), DType.FLOAT32, tp_rank=rank, tp_size=2)
     load_model(folder, read_model_config(folder), context)
     assert ("loading weights" in shown.getvalue()) == (terminal and not rank and pause > 0)

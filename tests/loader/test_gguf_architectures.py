@@ -338,9 +338,9 @@ def test_matrices_come_in_the_files_own_blocks(tmp_path: Path, case: str) -> Non
     for name, tensor in read.items():
         if isinstance(tensor, GGUFRows):
             matrices += 1
-            part = tensor.take(slice(0, 64), slice(0, 32)).dequantize()
-            assert torch.equal(part, values_of(wanted[name])[:64, :32]), name
-            tensor = tensor.t().dequantize().t()
+            part = tensor.take(slice(0, 64), slice(0, 32))
+            assert torch.equal(values_of(part), values_of(wanted[name])[:64, :32]), name
+            assert torch.equal(values_of(tensor.t()).T, values_of(tensor)), name
         assert torch.equal(values_of(tensor), values_of(wanted[name])), name
     assert matrices >= {"mixtral": 2 * (4 + 4 * 3), "gpt2": 2 * 4, "gptneox": 2 * 4}[case]
 

@@ -12,6 +12,7 @@ import transformers
 from gguf import GGMLQuantizationType as Q
 
 from octavo.core.errors import OctavoError, TokenizerError, UnsupportedModelError, WeightError
+from octavo.kernels.torch_arrays import engine_dtype
 from octavo.loader.gguf_metadata import llama3_parameters
 from octavo.models.config_files import read_model_config
 from tests.loader.conftest import tensors_of, values_of, write_folder
@@ -37,7 +38,7 @@ KINDS = [
 
 def read(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Everything that is read of a file."""
-    return tensors_of(write_folder(path), path, dtype)
+    return tensors_of(write_folder(path), path, engine_dtype(dtype))
 
 
 def deinterleaved_index(heads: int, size: int) -> list[int]:

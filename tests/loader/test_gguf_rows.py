@@ -11,10 +11,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.kernels import gguf_rows
 from octavo.kernels.gguf_rows import GGUFRows, dequantize
 from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.torch_arrays import to_torch
 from octavo.layers.context import LayerContext
 from octavo.loader.gguf_file import SUPPORTED_TYPES
 from octavo.loader.model import load_model
@@ -51,10 +53,10 @@ def test_values_have_the_bits_of_the_gguf_package(compiled: bool, monkeypatch: p
     rng = np.random.default_rng(0)
     for kind in SUPPORTED_TYPES:
         rows = random_blocks(rng, kind, 77, 2048)
-        wanted = torch.from_numpy(np.array(gguf.quants.dequantize(rows, kind)))
-        assert torch.equal(dequantize(kind.name, rows).view(torch.int32), wanted.view(torch.int32)), kind.name
-        rounded = dequantize(kind.name, rows, torch.bfloat16)
-        assert torch.equal(rounded.view(torch.int16), wanted.bfloat16().view(torch.int16)), kind.name
+        wanted = np.array(gguf.quants.dequantize(rows, kind))
+        assert np.array_equal(dequantize(kind.name, rows).view(np.int32), wanted.view(np.int32)), kind.name
+        rounded = to_torch(dequantize(kind.name, rows, DType.BFLOAT16))
+        assert torch.equal(rounded.view(torch.int16), torch.from_numpy(wanted).bfloat16().view(torch.int16)), kind.name
 
 
 def _is_float(file: Path) -> bool:
@@ -71,15 +73,16 @@ def test_a_network_of_blocks_computes_what_one_of_values_does(file: Path, folder
     cpu.set_threads(1)
     kernels = CpuKernels()
     config = read_model_config(folder)
-    x = torch.randn(5, config.hidden_size)
-    plain: Any = load_model(folder, config, LayerContext(kernels, torch.float32), file)
-    blocks: Any = load_model(folder, config, LayerContext(kernels, torch.float32, quantization="gguf"), file)
-    for ours, theirs in (
+    x = kernels.wrap(np.random.default_rng(0).standard_normal((5, config.hidden_size), np.float32))
+    plain: Any = load_model(folder, config, LayerContext(kernels, DType.FLOAT32), file)
+    blocks: Any = load_model(folder, config, LayerContext(kernels, DType.FLOAT32, quantization="gguf"), file)
+    for pair in (
         (blocks.layers[0].attention.qkv(x), plain.layers[0].attention.qkv(x)),
         (blocks.layers[0].mlp.gate_up(x), plain.layers[0].mlp.gate_up(x)),
         (blocks.logits(x), plain.logits(x)),
     ):
-        assert (ours - theirs).norm() < 0.02 * theirs.norm()  # activations in 8 bits
+        ours, theirs = map(kernels.to_numpy, pair)
+        assert np.linalg.norm(ours - theirs) < 0.02 * np.linalg.norm(theirs)  # activations in 8 bits
 
 
 def test_a_layer_whose_parts_are_not_all_quantised_is_not_quantised(tmp_path: Path, tiny_llama: Any) -> None:
@@ -90,21 +93,22 @@ def test_a_layer_whose_parts_are_not_all_quantised_is_not_quantised(tmp_path: Pa
     path = tiny_llama(tmp_path / "m.gguf", Q.Q4_0, tensors={"blk.0.attn_v.weight": (value, Q.F32)})
     folder = write_folder(path)
     config = read_model_config(folder)
-    x = torch.randn(5, config.hidden_size)
     kernels = CpuKernels()
-    plain: Any = load_model(folder, config, LayerContext(kernels, torch.float32), path)
-    mixed: Any = load_model(folder, config, LayerContext(kernels, torch.float32, quantization="gguf"), path)
-    assert torch.equal(mixed.layers[0].attention.qkv(x), plain.layers[0].attention.qkv(x))
+    x = kernels.wrap(np.random.default_rng(0).standard_normal((5, config.hidden_size), np.float32))
+    plain: Any = load_model(folder, config, LayerContext(kernels, DType.FLOAT32), path)
+    mixed: Any = load_model(folder, config, LayerContext(kernels, DType.FLOAT32, quantization="gguf"), path)
+    ours, theirs = (kernels.to_numpy(network.layers[0].attention.qkv(x)) for network in (mixed, plain))
+    assert np.array_equal(ours, theirs)
 
 
 def test_what_cannot_be_served_is_refused(folder: Path, file: Path) -> None:
     config = read_model_config(folder)
     for quantization in ("int8", "int4"):
-        context = LayerContext(ReferenceKernels(), torch.float32, quantization=quantization)
+        context = LayerContext(ReferenceKernels(), DType.FLOAT32, quantization=quantization)
         with pytest.raises(ConfigError, match="reference backend has no quantised products"):
             load_model(folder, config, context, file)
     with pytest.raises(ConfigError, match="needs a model in a GGUF file"):
-        load_model(folder, config, LayerContext(ReferenceKernels(), torch.float32, quantization="gguf"))
+        load_model(folder, config, LayerContext(ReferenceKernels(), DType.FLOAT32, quantization="gguf"))
 
 
 def test_the_source_of_a_model_is_its_file(tmp_path: Path, file: Path, folder: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from octavo.core.dtypes import DType
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
@@ -24,7 +25,8 @@ SHAPE = ("LlamaForCausalLM", 16384, 1024, 3584, 10, 16, 4, 64, 128)
 LOAD = """
 import json, sys
 from pathlib import Path
-import torch
+import numpy as np
+from octavo.core.dtypes import DType
 from octavo.core.model_config import ModelConfig
 from octavo.kernels import load_kernels
 from octavo.layers.context import LayerContext
@@ -35,8 +37,8 @@ def status(name):
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 
 config = ModelConfig(*json.loads(sys.argv[2]), tie_word_embeddings=True)
-context = LayerContext(load_kernels("cpu", "cpu", head_dim=config.head_dim), torch.bfloat16)
-context.kernels.pack([torch.zeros(64, 64, dtype=torch.bfloat16)])
+context = LayerContext(load_kernels("cpu", "cpu", head_dim=config.head_dim), DType.BFLOAT16)
+context.kernels.pack([np.zeros((64, 64), DType.BFLOAT16.numpy)], dtype=DType.BFLOAT16)
 before = status("VmRSS")
 network = load_model(Path(sys.argv[1]), config, context)
 print(status("VmHWM") - before, status("VmRSS") - before)
@@ -47,7 +49,7 @@ print(status("VmHWM") - before, status("VmRSS") - before)
 def test_the_peak_while_loading_is_little_more_than_the_weights(tmp_path: Path) -> None:
     pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
     config = ModelConfig(*SHAPE, tie_word_embeddings=True)
-    network = make_network(config, LayerContext(ReferenceKernels(), torch.bfloat16))
+    network = make_network(config, LayerContext(ReferenceKernels(), DType.BFLOAT16))
     tensors = {
         name: torch.ones(layer.expected[shard], dtype=torch.bfloat16) for name, layer, shard in network.tensors()
     }

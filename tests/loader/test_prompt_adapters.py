@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.errors import AdapterError
@@ -25,7 +25,7 @@ OPTIONS = AdapterOptions(enable_prompt_adapter=True, max_prompt_adapter_token=5)
 PREFIX = {"peft_type": "PREFIX_TUNING"}
 
 
-def write(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+def write(folder: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
     folder.mkdir(exist_ok=True)
     count = next(iter(tensors.values())).shape[0]
     values = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": count, **config}
@@ -38,8 +38,8 @@ def check(folder: Path, options: AdapterOptions = OPTIONS, sizes: VirtualTokenSi
     return check_prompt_adapter(folder, "a", sizes, options)
 
 
-def embeddings(*shape: int) -> dict[str, torch.Tensor]:
-    return {"prompt_embeddings": torch.randn(*shape, generator=torch.Generator().manual_seed(1))}
+def embeddings(*shape: int) -> dict[str, np.ndarray]:
+    return {"prompt_embeddings": np.random.default_rng(1).standard_normal(shape, np.float32)}
 
 
 @pytest.mark.parametrize("kind", ["PROMPT_TUNING", "P_TUNING"])
@@ -49,7 +49,7 @@ def test_embeddings_are_read(tmp_path: Path, kind: str) -> None:
     assert (ref.rank, ref.num_virtual_tokens, is_prompt_adapter(ref.path)) == (0, 3, True)
     tokens = read_prompt_adapter(ref, SIZES)
     assert tokens.keys_values is None and tokens.embeddings is not None
-    assert torch.equal(tokens.embeddings, tensors["prompt_embeddings"])
+    assert np.array_equal(tokens.embeddings, tensors["prompt_embeddings"])
 
 
 def test_keys_and_values_are_read_by_layer(tmp_path: Path) -> None:
@@ -57,14 +57,14 @@ def test_keys_and_values_are_read_by_layer(tmp_path: Path) -> None:
     found = read_prompt_adapter(check(write(tmp_path / "a", tensors, **PREFIX)), SIZES).keys_values
     assert found is not None and found.shape == (2, 2, 3, 2, 4)
     # Token 2, layer 1: its key is the third of four parts, its value the last.
-    row = tensors["prompt_embeddings"][2].view(4, 2, 4)
-    assert torch.equal(found[1, 0, 2], row[2]) and torch.equal(found[1, 1, 2], row[3])
+    row = tensors["prompt_embeddings"][2].reshape(4, 2, 4)
+    assert np.array_equal(found[1, 0, 2], row[2]) and np.array_equal(found[1, 1, 2], row[3])
 
 
 def test_the_key_names_the_content(tmp_path: Path) -> None:
     first = check(write(tmp_path / "a", embeddings(3, 6)))
     copy = check(write(tmp_path / "b", embeddings(3, 6)))
-    other = check(write(tmp_path / "c", {"prompt_embeddings": torch.ones(3, 6)}))
+    other = check(write(tmp_path / "c", {"prompt_embeddings": np.ones((3, 6), np.float32)}))
     assert first.key == copy.key != other.key
 
 
@@ -89,13 +89,17 @@ def test_the_key_names_the_content(tmp_path: Path) -> None:
             {"peft_type": "LORA"},
             "peft_type='LORA' is not supported; with virtual tokens: PROMPT_TUNING",
         ),
-        ({"weight": torch.ones(3, 6)}, {}, "has no tensor 'prompt_embeddings'"),
-        ({**embeddings(3, 6), "lm_head.weight": torch.ones(2)}, {}, "tensor 'lm_head.weight' is not supported beside"),
-        ({"prompt_embeddings": torch.ones(3, 6, dtype=torch.int64)}, {}, "is of type I64; expected float32"),
+        ({"weight": np.ones((3, 6), np.float32)}, {}, "has no tensor 'prompt_embeddings'"),
+        (
+            {**embeddings(3, 6), "lm_head.weight": np.ones(2, np.float32)},
+            {},
+            "tensor 'lm_head.weight' is not supported beside",
+        ),
+        ({"prompt_embeddings": np.ones((3, 6), np.int64)}, {}, "is of type I64; expected float32"),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], message: str
+    tmp_path: Path, tensors: dict[str, np.ndarray], config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(AdapterError, match=message):
         check(write(tmp_path / "a", tensors, **config))
@@ -121,10 +125,10 @@ def test_values_that_are_not_finite_are_refused_when_they_are_read(tmp_path: Pat
 
 def test_changed_files_are_noticed(tmp_path: Path) -> None:
     ref = check(write(tmp_path / "a", embeddings(3, 6)))
-    write(tmp_path / "a", {"prompt_embeddings": torch.ones(3, 6)})
+    write(tmp_path / "a", {"prompt_embeddings": np.ones((3, 6), np.float32)})
     with pytest.raises(AdapterError, match="changed on disk after it was loaded"):
         read_prompt_adapter(ref, SIZES)
-    write(tmp_path / "a", {"prompt_embeddings": torch.ones(3, 7)})
+    write(tmp_path / "a", {"prompt_embeddings": np.ones((3, 7), np.float32)})
     with pytest.raises(AdapterError, match=r"has shape \[3, 7\]"):
         read_prompt_adapter(ref, SIZES)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.core.config import make_config
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, OctavoError, WeightError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
@@ -154,7 +155,7 @@ def source(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(folder: Path, kernels: Any, quantization: str | None, dtype: torch.dtype = torch.float32) -> Any:
+def load(folder: Path, kernels: Any, quantization: str | None, dtype: DType = DType.FLOAT32) -> Any:
     config = read_model_config(folder)
     return load_model(folder, config, LayerContext(kernels, dtype, quantization=quantization))
 
@@ -197,19 +198,22 @@ def test_matrices_keep_their_bits_where_the_kernels_have_them(name: str, source:
     values = write(source, tmp_path, case.quantization, case.pack, plain=("down_proj",))
     config = read_model_config(tmp_path)
     assert config.quantization is not None
-    kept = weight_quantization(make_config(model=str(tmp_path)), "cpu", config.quantization)
-    network = load(tmp_path, CpuKernels(), kept, torch.bfloat16)
+    kernels, kept = CpuKernels(), weight_quantization(make_config(model=str(tmp_path)), "cpu", config.quantization)
+    network = load(tmp_path, kernels, kept, DType.BFLOAT16)
     layer = network.layers[0]
     prefix = "model.layers.0.self_attn"
-    matrix = torch.cat([values[f"{prefix}.{part}_proj.weight"] for part in "qkv"]).double()
+    matrix = torch.cat([values[f"{prefix}.{part}_proj.weight"] for part in "qkv"]).double().numpy()
     formats = [part.format for part in getattr(layer.attention.qkv.packed, "parts", [])]
     assert formats == ([] if case.format is None else [case.format] * 3)
     assert not hasattr(layer.mlp.down.packed, "parts"), "it was not quantised"
-    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    got, want = layer.attention.qkv.packed(x, torch.float32).double(), x.double() @ matrix.T
-    assert (got - want).norm() < 0.01 * want.norm()
-    one = layer.attention.qkv.packed(x[2:3], torch.float32).double()
-    assert torch.equal(one, got[2:3])
+    x = np.random.default_rng(0).standard_normal((5, 128)).astype(DType.BFLOAT16.numpy)
+
+    def product(rows: np.ndarray) -> np.ndarray:
+        return kernels.to_numpy(layer.attention.qkv.packed(kernels.wrap(rows), DType.FLOAT32))
+
+    got, want = product(x), x.astype(np.float64) @ matrix.T
+    assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
+    assert np.array_equal(product(x[2:3]), got[2:3])
 
 
 def conv1d(weight: Any) -> Any:
@@ -429,5 +433,5 @@ def test_a_check_reads_the_parts_of_matrices(source: Path, tmp_path: Path) -> No
 
 def test_requantised_it_has_the_bits_that_were_asked_for(source: Path, tmp_path: Path) -> None:
     write(source, tmp_path, CASES["awq 128"].quantization, CASES["awq 128"].pack)
-    layer = load(tmp_path, CpuKernels(), "int8", torch.bfloat16).layers[0]
+    layer = load(tmp_path, CpuKernels(), "int8", DType.BFLOAT16).layers[0]
     assert [part.format for part in layer.attention.qkv.packed.parts] == ["q8_channel"] * 3

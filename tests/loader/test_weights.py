@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.torch_arrays import torch_dtype
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.loader.weights import read_safetensors
@@ -29,7 +31,7 @@ CONFIG = ModelConfig("LlamaForCausalLM", 20, 8, 12, 2, 2, 1, 4, 16)
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def context(dtype: torch.dtype = torch.float32, kernels: ReferenceKernels | None = None) -> LayerContext:
+def context(dtype: DType = DType.FLOAT32, kernels: ReferenceKernels | None = None) -> LayerContext:
     return LayerContext(kernels or ReferenceKernels(), dtype)
 
 
@@ -51,21 +53,23 @@ def save_split(folder: Path, tensors: dict[str, Tensor], files: int = 2) -> dict
     return index
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, config: ModelConfig = CONFIG) -> LlamaForCausalLM:
+def load(folder: Path, dtype: DType = DType.FLOAT32, config: ModelConfig = CONFIG) -> LlamaForCausalLM:
     network = load_model(folder, config, context(dtype))
     assert isinstance(network, LlamaForCausalLM)
     return network
 
 
-def assert_holds(network: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+def assert_holds(network: Any, tensors: dict[str, Tensor], dtype: DType) -> None:
     def same(ours: Tensor | None, *names: str) -> None:
-        assert ours is not None and ours.dtype == dtype
-        assert torch.equal(ours, torch.cat([tensors[name] for name in names]).to(dtype))
+        assert ours is not None and ours.dtype == torch_dtype(dtype)
+        assert torch.equal(ours, torch.cat([tensors[name] for name in names]).to(ours.dtype))
 
     assert not list(network.tensors())
-    same(network.embed_tokens.table, "model.embed_tokens.weight")
+    is_tied = "lm_head.weight" not in tensors
+    assert (network.embed_tokens.table is None) == is_tied  # a tied head's matrix serves as the table
+    same(network.head.packed.weight if is_tied else network.embed_tokens.table, "model.embed_tokens.weight")
     same(network.norm.weight, "model.norm.weight")
-    same(network.head.packed.weight, "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight")
+    same(network.head.packed.weight, "model.embed_tokens.weight" if is_tied else "lm_head.weight")
     for i, layer in enumerate(network.layers):
         at = f"model.layers.{i}."
         same(layer.attention.qkv.packed.weight, *(f"{at}self_attn.{n}_proj.weight" for n in "qkv"))
@@ -77,8 +81,8 @@ def assert_holds(network: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
-def test_values_are_converted_once(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted", [DType.BFLOAT16, DType.FLOAT32])
+def test_values_are_converted_once(stored: torch.dtype, wanted: DType, tmp_path: Path) -> None:
     tensors = checkpoint(dtype=stored)
     save_file(tensors, tmp_path / ONE)
     assert_holds(load(tmp_path, wanted), tensors, wanted)
@@ -88,7 +92,7 @@ def test_values_are_converted_once(stored: torch.dtype, wanted: torch.dtype, tmp
 def test_tensors_may_be_spread_over_files(files: int, tmp_path: Path) -> None:
     tensors = checkpoint()
     save_split(tmp_path, tensors, files)
-    assert_holds(load(tmp_path), tensors, torch.float32)
+    assert_holds(load(tmp_path), tensors, DType.FLOAT32)
 
 
 def test_files_may_be_links(tmp_path: Path) -> None:
@@ -98,7 +102,7 @@ def test_files_may_be_links(tmp_path: Path) -> None:
     tensors = checkpoint()
     save_file(tensors, blobs / "1f3a")
     (folder / ONE).symlink_to("../blobs/1f3a")
-    assert_holds(load(folder), tensors, torch.float32)
+    assert_holds(load(folder), tensors, DType.FLOAT32)
 
 
 def test_tied_head_needs_no_tensor_and_ignores_one(tmp_path: Path) -> None:
@@ -106,13 +110,13 @@ def test_tied_head_needs_no_tensor_and_ignores_one(tmp_path: Path) -> None:
     tensors = checkpoint(config)
     assert "lm_head.weight" not in tensors
     save_file({**tensors, "lm_head.weight": torch.zeros(20, 8)}, tmp_path / ONE)
-    assert_holds(load(tmp_path, config=config), tensors, torch.float32)
+    assert_holds(load(tmp_path, config=config), tensors, DType.FLOAT32)
 
 
 def test_saved_rotary_tables_are_passed_over(tmp_path: Path) -> None:
     tensors = checkpoint()
     save_file({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, tmp_path / ONE)
-    assert_holds(load(tmp_path), tensors, torch.float32)
+    assert_holds(load(tmp_path), tensors, DType.FLOAT32)
 
 
 def test_weights_stay_when_the_file_is_deleted(tmp_path: Path) -> None:
@@ -121,7 +125,7 @@ def test_weights_stay_when_the_file_is_deleted(tmp_path: Path) -> None:
     network = load(tmp_path)
     with (tmp_path / ONE).open("r+b") as stream:
         stream.write(b"\0" * (tmp_path / ONE).stat().st_size)
-    assert_holds(network, tensors, torch.float32)
+    assert_holds(network, tensors, DType.FLOAT32)
 
 
 def change(name: str, tensor: Tensor | None) -> Callable[[dict[str, Tensor]], None]:
@@ -145,8 +149,8 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
         (change(DOWN, torch.zeros(8, 13)), rf"{DOWN}'.*shape is \[8, 13\], expected \[8, 12\]"),
         (change(DOWN, torch.zeros(96)), r"shape is \[96\], expected \[8, 12\]"),
         (change("model.norm.weight", torch.zeros(1)), r"'model.norm.weight'.*shape is \[1\], expected \[8\]"),
-        (change(DOWN, torch.zeros(8, 12, dtype=torch.int8)), rf"{DOWN}' is of type torch.int8; expected float32"),
-        (change(DOWN, torch.zeros(8, 12, dtype=torch.float8_e4m3fn)), "is of type torch.float8_e4m3fn"),
+        (change(DOWN, torch.zeros(8, 12, dtype=torch.int8)), rf"{DOWN}' is of type int8; expected float32"),
+        (change(DOWN, torch.zeros(8, 12, dtype=torch.float8_e4m3fn)), "is of type float8_e4m3fn"),
         (change("model.layers.2.mlp.down_proj.weight", torch.zeros(8, 12)), r"'model\.layers\.2\..*no layer"),
         (change("model.layers.0.self_attn.q_proj.bias", torch.zeros(8)), r"q_proj\.bias' belongs to no layer"),
     ],
@@ -264,7 +268,7 @@ MEASURED_SHAPE = (4000, 512, 1536, 8, 8, 4, 64, 64)
 MEASURE = """
 import sys
 from pathlib import Path
-import torch
+from octavo.core.dtypes import DType
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
@@ -279,12 +283,12 @@ peaks = []
 class Copying(ReferenceKernels):
     # Packs into memory of its own, as a backend with a layout of its own does.
     def pack(self, parts, *arguments, **options):
-        packed = super().pack([torch.cat(list(parts))], *arguments, **options)
+        packed = super().pack(parts, *arguments, **options)
         peaks.append(own_memory())
         return packed
 
 config = ModelConfig("LlamaForCausalLM", *map(int, sys.argv[2:]))
-context = LayerContext(Copying(), torch.float32)
+context = LayerContext(Copying(), DType.FLOAT32)
 before = own_memory()
 network = load_model(Path(sys.argv[1]), config, context)
 print(max(peaks) - before, own_memory() - before)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class PagedDriver:
     """
 
     def __init__(self, network: Network, block_size: int = 4, blocks: int = 96, kernels: Kernels | None = None) -> None:
-        kernels = kernels or ReferenceKernels()
+        self.kernels = kernels = kernels or ReferenceKernels()
         self.network = network
         self.block_size = block_size
         self.groups = group_layers(network.kv_specs)
@@ -42,16 +43,16 @@ class PagedDriver:
         hidden = self.network.forward(batch, self.caches)
         return ForwardOutput(hidden, self.network.logits(hidden))
 
-    @torch.inference_mode()
     def step(self, chunks: dict[str, list[int]]) -> dict[str, Tensor]:
         """Appends tokens to each named sequence; the logits [tokens, vocab] of those tokens."""
         order = sorted(chunks, key=lambda name: len(chunks[name]) > 1)
-        ids = torch.tensor([token for name in order for token in chunks[name]], dtype=torch.int64)
+        ids = np.array([token for name in order for token in chunks[name]], np.int64)
         batch = self._batch(order, [len(chunks[name]) for name in order], ids)
-        logits = self.forward(batch).logits  # the next step overwrites it
-        assert logits is not None
-        assert logits.dtype == torch.float32
-        return dict(zip(order, logits.clone().split([len(chunks[name]) for name in order]), strict=True))
+        with self.kernels.mode():
+            logits = self.kernels.to_numpy(self.forward(batch).logits).copy()  # the next step overwrites it
+        assert logits.dtype == np.float32
+        parts = torch.from_numpy(logits).split([len(chunks[name]) for name in order])
+        return dict(zip(order, parts, strict=True))
 
     def run(self, name: str, tokens: list[int], sizes: list[int]) -> Tensor:
         """All logits of one sequence computed in chunks of the given sizes, the last as often as needed."""
@@ -62,7 +63,7 @@ class PagedDriver:
             start += size
         return torch.cat(parts)
 
-    def _batch(self, order: list[str], counts: list[int], ids: Tensor) -> ForwardBatch:
+    def _batch(self, order: list[str], counts: list[int], ids: np.ndarray) -> ForwardBatch:
         for name, count in zip(order, counts, strict=True):
             table, length = self._tables.setdefault(name, []), self._lengths.get(name, 0) + count
             while len(table) * self.block_size < length:
@@ -70,11 +71,11 @@ class PagedDriver:
             self._lengths[name] = length
         tables = [self._tables[name] for name in order]
         widest = max(map(len, tables))
-        padded = torch.tensor([t + [0] * (widest - len(t)) for t in tables], dtype=torch.int32)
+        padded = np.array([t + [0] * (widest - len(t)) for t in tables], np.int32)
         lengths = [self._lengths[name] for name in order]
-        tables_of_groups = padded.expand(len(self.groups), -1, -1)
-        batch = make_batch(counts, lengths, tables_of_groups, self.block_size, token_ids=ids)
-        return replace(batch, sampled_rows=torch.arange(len(ids)), all_sampled=True)
+        tables_of_groups = np.stack([padded] * len(self.groups))
+        batch = make_batch(counts, lengths, tables_of_groups, self.block_size, self.kernels, token_ids=ids)
+        return replace(batch, sampled_rows=self.kernels.wrap(np.arange(len(ids))), all_sampled=True)
 
 
 @pytest.fixture

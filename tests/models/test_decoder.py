@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.loader.model import load_model
 from octavo.models.config_files import read_model_config
@@ -45,7 +46,7 @@ def test_tensor_parallel_workers_together_compute_the_network(
     config: Callable[[], Any], size: int, zoo: Zoo, driver: Any
 ) -> None:
     expected = logits_of(zoo.save(config()), PROMPT)
-    assert_same(tensor_parallel_logits(zoo.folder, driver, size, torch.float32), expected)
+    assert_same(tensor_parallel_logits(zoo.folder, driver, size, DType.FLOAT32), expected)
 
 
 @pytest.mark.parametrize("config", [test_gpt2.config, opt_350m, test_bloom.config])

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, OctavoError, WeightError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
@@ -123,8 +124,8 @@ def test_latent_blocks_are_swapped_shared_and_half_as_large(save_model: Any, tmp
     assert again.num_cached_tokens == 39 and answer_of(again) == wanted[-1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_ranks_give_the_bits_of_one(dtype: torch.dtype, save_model: Any, tmp_path: Path, driver: Any) -> None:
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_two_ranks_give_the_bits_of_one(dtype: DType, save_model: Any, tmp_path: Path, driver: Any) -> None:
     config = v3()
     config.update({"v_head_dim": 16, "moe_intermediate_size": 24})  # what is summed divides into pieces
     save_model(config, change=with_biases)
@@ -139,7 +140,7 @@ def test_layers_that_predict_further_tokens_are_left_out(save_model: Any, tmp_pa
     extra = {"model.layers.3.eh_proj.weight": torch.ones(48, 96), "model.layers.3.embed_tokens.weight": torch.ones(2)}
     save_file({**tensors, **extra}, file)
     edit_config(tmp_path, num_nextn_predict_layers=1)
-    context = LayerContext(ReferenceKernels(), torch.float32)
+    context = LayerContext(ReferenceKernels(), DType.FLOAT32)
     assert_same(driver(load_model(tmp_path, read_model_config(tmp_path), context)).run("s", PROMPT, [13, 1]), expected)
     edit_config(tmp_path, num_nextn_predict_layers=0)
     with pytest.raises(WeightError, match=r"'model\.layers\.3\.eh_proj\.weight' belongs to no layer"):

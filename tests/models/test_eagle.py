@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, OctavoError, UnsupportedModelError, WeightError
 from octavo.core.kv_spec import group_layers
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
@@ -32,16 +34,16 @@ class Runner:
     """A target and a head, each captured as the engine does, over caches of consecutive blocks."""
 
     def __init__(self, kernels: Kernels, folder: Path, head_folder: Path, method: EagleMethod) -> None:
-        config, context = read_model_config(folder), LayerContext(kernels, torch.float32)
+        config, context = read_model_config(folder), LayerContext(kernels, DType.FLOAT32)
         network = load_model(folder, config, context)
         assert isinstance(network, Decoder)
-        self.network = network
+        self.network, self.kernels = network, kernels
         self.head = load_head(head_folder, read_head_config(head_folder, method, config), context)
         self.head.attach_target(network)
         largest = BatchSize(64, 4, 64, BLOCK * BLOCKS, BLOCK)
         self._caches = self._make_caches(kernels, network.kv_specs)
         self._head_caches = self._make_caches(kernels, self.head.kv_specs)
-        self._features = torch.zeros(64, self.head.config.hidden_size)
+        self._features = kernels.zeros((64, self.head.config.hidden_size), DType.FLOAT32)
         self._forward = kernels.capture(self._run_target, largest)
         self._draft = kernels.capture(self._run_head, largest)
 
@@ -62,22 +64,25 @@ class Runner:
         return ForwardOutput(hidden, self.head.logits(hidden))
 
     def _batch(self, start: int, tokens: list[int]) -> ForwardBatch:
-        tables = torch.arange(BLOCKS, dtype=torch.int32)[None]
-        batch = make_batch([len(tokens)], [start + len(tokens)], tables, BLOCK, token_ids=torch.tensor(tokens))
-        return replace(batch, sampled_rows=torch.arange(len(tokens)), all_sampled=True)
+        tables, ids = np.arange(BLOCKS, dtype=np.int32)[None], np.array(tokens, np.int64)
+        batch = make_batch([len(tokens)], [start + len(tokens)], tables, BLOCK, self.kernels, token_ids=ids)
+        return replace(batch, sampled_rows=self.kernels.wrap(np.arange(len(tokens))), all_sampled=True)
 
-    @torch.inference_mode()
+    def _values(self, x: Any) -> Tensor:
+        return torch.from_numpy(self.kernels.to_numpy(x).copy())  # the next step overwrites it
+
     def features(self, start: int, tokens: list[int]) -> Tensor:
         """What the head reads of these tokens."""
-        output = self._forward(self._batch(start, tokens))
-        return (output.hidden if output.features is None else output.features).clone()
+        with self.kernels.mode():
+            output = self._forward(self._batch(start, tokens))
+        return self._values(output.hidden if output.features is None else output.features)
 
-    @torch.inference_mode()
     def draft(self, start: int, tokens: list[int], features: Tensor) -> ForwardOutput:
         """One pass of the head."""
-        self._features[: len(tokens)] = features
-        output = self._draft(self._batch(start, tokens))
-        return ForwardOutput(output.hidden.clone(), None if output.logits is None else output.logits.clone())
+        self.kernels.write(self._features[: len(tokens)], features.numpy())
+        with self.kernels.mode():
+            output = self._draft(self._batch(start, tokens))
+        return ForwardOutput(self._values(output.hidden), self._values(output.logits))
 
 
 @pytest.fixture(scope="module")
@@ -131,13 +136,14 @@ def test_a_head_computes_what_the_reference_does(name: str, target: tuple[Any, P
 
         drafts, margins = reference.draft(TOKENS, 6)
         last, position = parts[-1], 14
+        targets = None if run.head.target_ids is None else kernels.to_numpy(run.head.target_ids)
         for draft, margin in zip(drafts, margins, strict=True):
             assert last.logits is not None
-            choice = last.logits[-1:].argmax(-1)
-            choice = choice if run.head.target_ids is None else run.head.target_ids[choice]
+            choice = int(last.logits[-1].argmax())
+            choice = choice if targets is None else int(targets[choice])
             if margin < 1e-2:
                 break
-            assert choice.tolist() == [draft]
+            assert choice == draft
             last = run.draft(position, [draft], last.hidden[-1:])
             position += 1
         assert position > 16, "the test needs drafts that are no ties"
@@ -201,7 +207,7 @@ def test_a_token_map_out_of_the_vocabulary_is_refused(target: tuple[Any, Path], 
     head.save(tmp_path)
     config = read_head_config(tmp_path, "eagle3", read_model_config(target[1]))
     with pytest.raises(WeightError, match="'d2t' leads to 19 tokens outside of the vocabulary of 101"):
-        load_head(tmp_path, config, LayerContext(next(_backends()), torch.float32))
+        load_head(tmp_path, config, LayerContext(next(_backends()), DType.FLOAT32))
 
 
 def test_pickles_are_not_read(target: tuple[Any, Path], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import RopeConfig
 from octavo.kernels.reference import ReferenceKernels
@@ -202,5 +203,5 @@ def test_a_checkpoint_that_also_sees_images_answers_to_text(tmp_path: Path, driv
     tokens = [3, 17, 99, 42, 8, 8, 61, 100, 5, 23, 77]
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([tokens])).logits[0]
-    network = load_model(tmp_path, read_model_config(tmp_path), LayerContext(ReferenceKernels(), torch.float32))
+    network = load_model(tmp_path, read_model_config(tmp_path), LayerContext(ReferenceKernels(), DType.FLOAT32))
     torch.testing.assert_close(driver(network).run("a", tokens, [7, 1]), expected, atol=1e-4, rtol=0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.lab.simulate.step_costs import layer_weights, weight_bytes_read
@@ -76,7 +77,7 @@ def test_checkpoints_with_stacked_experts(save_model: Callable[..., Any], tmp_pa
     expected = logits_of(save_model(qwen3_moe()), PROMPT)
     stacked(tmp_path)
     assert "model.layers.1.mlp.experts.gate_up_proj" in load_file(tmp_path / "model.safetensors")
-    context = LayerContext(ReferenceKernels(), torch.float32)
+    context = LayerContext(ReferenceKernels(), DType.FLOAT32)
     network = load_model(tmp_path, read_model_config(tmp_path), context)
     assert_same(driver(network).run("s", PROMPT, [len(PROMPT)]), expected)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -93,10 +94,10 @@ def test_1_2_and_4_tensor_parallel_workers_give_the_same_bits(
     config = family()
     config.update({"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "hidden_size": 96})
     expected = logits_of(save_model(config), PROMPT)
-    alone = tensor_parallel_logits(tmp_path, driver, 1, torch.float32)
+    alone = tensor_parallel_logits(tmp_path, driver, 1, DType.FLOAT32)
     assert_same(alone, expected)
     for size in (2, 4):
-        assert torch.equal(tensor_parallel_logits(tmp_path, driver, size, torch.float32), alone)
+        assert torch.equal(tensor_parallel_logits(tmp_path, driver, size, DType.FLOAT32), alone)
 
 
 def test_what_a_token_reads_is_counted(save_model: Callable[..., Any], tmp_path: Path) -> None:
@@ -119,14 +120,14 @@ def test_what_a_token_reads_is_counted(save_model: Callable[..., Any], tmp_path:
 
 def test_random_weights(save_model: Callable[..., Any], tmp_path: Path, driver: Any) -> None:
     save_model(olmoe())
-    network = make_dummy_model(read_model_config(tmp_path), LayerContext(ReferenceKernels(), torch.float32), seed=1)
+    network = make_dummy_model(read_model_config(tmp_path), LayerContext(ReferenceKernels(), DType.FLOAT32), seed=1)
     assert driver(network).run("s", PROMPT, [len(PROMPT)]).std() > 0.2
 
 
 def test_values_that_are_refused(save_model: Callable[..., Any], tmp_path: Path) -> None:
     save_model(olmoe())
     config = read_model_config(tmp_path)
-    context = LayerContext(ReferenceKernels("meta"), torch.float32, "meta", tp_size=2)
+    context = LayerContext(ReferenceKernels("meta"), DType.FLOAT32, tp_size=2)
     with pytest.raises(ConfigError, match="set tensor_parallel_size=1"):
         load_model(tmp_path, config, context)
     with pytest.raises(ConfigError, match="9 experts of a token"):

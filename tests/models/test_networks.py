@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
@@ -84,7 +85,7 @@ def expected_logits(model: Any, tokens: list[int]) -> Tensor:
     return logits
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Network:
+def load(folder: Path, dtype: DType = DType.FLOAT32, **changes: Any) -> Network:
     config = replace(read_model_config(folder), **changes)
     return load_model(folder, config, LayerContext(ReferenceKernels(), dtype))
 
@@ -124,11 +125,11 @@ def test_networks_with_scaled_rotary_positions(
 
 def test_bfloat16_is_near_float32(save_model: Callable[..., Any], tmp_path: Path, driver: Any) -> None:
     expected = expected_logits(save_model(llama3()), PROMPT)
-    ours = driver(load(tmp_path, torch.bfloat16)).run("s", PROMPT, [13, 1])
+    ours = driver(load(tmp_path, DType.BFLOAT16)).run("s", PROMPT, [13, 1])
     assert (ours - expected).square().mean().sqrt() < 0.05 * expected.std()
 
 
-def tensor_parallel_logits(folder: Path, driver: Any, size: int, dtype: torch.dtype) -> Tensor:
+def tensor_parallel_logits(folder: Path, driver: Any, size: int, dtype: DType) -> Tensor:
     """Those of ranks that are threads, in recorded steps of 13 tokens and then 1 each; of all ranks the same bits."""
     groups = SharedMemoryCommunicator.of_threads(size, timeout=PATIENCE) if size > 1 else [None]
     kernels = [CpuKernels() for _ in range(size)]
@@ -156,7 +157,7 @@ def test_tensor_parallel_workers_together_compute_the_network_in_a_recorded_step
     config = family()
     config.intermediate_size = 96
     expected = expected_logits(save_model(config), PROMPT)
-    assert_same(tensor_parallel_logits(tmp_path, driver, size, torch.float32), expected)
+    assert_same(tensor_parallel_logits(tmp_path, driver, size, DType.FLOAT32), expected)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -167,13 +168,13 @@ def test_tensor_parallel_workers_with_unequal_shares(
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 6}
     config.update({"hidden_size": 54, "intermediate_size": 81, **heads})
     expected = expected_logits(save_model(config), PROMPT)
-    assert_same(tensor_parallel_logits(tmp_path, driver, size, torch.float32), expected)
+    assert_same(tensor_parallel_logits(tmp_path, driver, size, DType.FLOAT32), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
 @pytest.mark.parametrize("family", [llama_tied_with_biases, qwen3, gemma3])
 def test_1_2_and_4_tensor_parallel_workers_give_the_same_bits(
-    family: Callable[[], Any], dtype: torch.dtype, save_model: Callable[..., Any], tmp_path: Path, driver: Any
+    family: Callable[[], Any], dtype: DType, save_model: Callable[..., Any], tmp_path: Path, driver: Any
 ) -> None:
     config = family()
     # Wide enough that another order of sums shows through roundings to bfloat16.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
@@ -31,6 +31,6 @@ def test_olmo2_with_biases_and_a_tied_head(zoo: Zoo) -> None:
 
 def test_ranks_that_share_the_heads_of_a_norm_are_refused(zoo: Zoo) -> None:
     zoo.save(config())
-    context = LayerContext(ReferenceKernels("meta"), torch.float32, "meta", tp_size=2)
+    context = LayerContext(ReferenceKernels("meta"), DType.FLOAT32, tp_size=2)
     with pytest.raises(ConfigError, match=r"Olmo2ForCausalLM normalises q and k over all.*tensor_parallel_size=1"):
         make_network(read_model_config(zoo.folder), context)

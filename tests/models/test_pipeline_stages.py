@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, WeightError
 from octavo.core.kv_spec import KVSpec, group_layers
 from octavo.kernels.cache import LayerCache
@@ -33,7 +34,7 @@ SMALL = {
     "max_position_embeddings": 64,
 }
 PROMPT = [3, 17, 42, 0, 8, 51, 5, 23, 14, 31, 2, 12, 37, 29, 4, 19]
-WHOLE = LayerContext(ReferenceKernels(), torch.float32)
+WHOLE = LayerContext(ReferenceKernels(), DType.FLOAT32)
 
 
 def llama(tied: bool) -> Any:

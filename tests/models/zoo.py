@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
+from octavo.core.dtypes import DType
 from octavo.kernels.interface import Kernels
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
@@ -73,7 +74,7 @@ class Zoo:
         expected = logits_of(model, PROMPT)
         assert expected.std() > 0.2, "logits that hardly differ would hide errors"
         for kernels in _backends():
-            run = self._runner(kernels, torch.float32)
+            run = self._runner(kernels, DType.FLOAT32)
             at_once = run("at once", PROMPT, [len(PROMPT)])
             assert_same(at_once, expected)
             for name, sizes in (("in chunks", [5, 1, 9, 3]), ("token by token", [3, 1])):
@@ -84,7 +85,7 @@ class Zoo:
                     assert_same(pieces, expected)
             if kernels.name == "cpu":
                 # Errors of bfloat16, and not more: nothing is computed of the wrong number.
-                rounded = self._runner(kernels, torch.bfloat16)("bfloat16", PROMPT, [13, 1])
+                rounded = self._runner(kernels, DType.BFLOAT16)("bfloat16", PROMPT, [13, 1])
                 assert (rounded - expected).square().mean().sqrt() < 0.12 * expected.std()
 
     def check_engine(self, model: Any, tight: Mapping[str, Any], *, preempts: bool = True) -> None:
@@ -112,7 +113,7 @@ class Zoo:
         defaults = {"num_gpu_blocks_override": 200, "max_num_seqs": 8, "max_model_len": 64, "kernels": kernels}
         return LLM(str(self.folder), dtype="float32", skip_tokenizer_init=True, **{**defaults, **options})
 
-    def _runner(self, kernels: Kernels, dtype: torch.dtype) -> Callable[..., Tensor]:
+    def _runner(self, kernels: Kernels, dtype: DType) -> Callable[..., Tensor]:
         network = load_model(self.folder, read_model_config(self.folder), LayerContext(kernels, dtype))
         run: Callable[..., Tensor] = self._driver(network, kernels=kernels).run
         return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +19,10 @@ from octavo.core.plan import Fork, NewSequence, StepPlan, StepResult, TableChang
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.forward_batch import ForwardBatch, ForwardOutput
+from octavo.kernels.reference import ReferenceKernels
 from octavo.models.config_files import read_model_config
-from octavo.runner.device_batch import PinnedSend, SampledTokens, send_nowhere, to_device
+from octavo.runner.cuda_send import PinnedSend
+from octavo.runner.device_batch import SampledTokens, to_device
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.loaded_model import LoadedModel
 from octavo.runner.model_runner import ModelRunner
@@ -345,8 +347,12 @@ def test_packed_inputs_are_the_same_inputs(worker: Worker, monkeypatch: pytest.M
     """What a GPU gets in one copy, through two buffers that are filled again and again."""
     plans = random_plans(random.Random(99), 30)
     expected = worker.run(plans, 1)
-    send = PinnedSend(torch.device("cpu"), SimpleNamespace(Event=Finished))
-    monkeypatch.setattr(worker.runner._device, "to_device", partial(to_device, send=send))
+    packed, kernels = PinnedSend(torch.device("cpu"), SimpleNamespace(Event=Finished)), worker.runner._kernels
+
+    def send(arrays: Sequence[np.ndarray]) -> list[Any]:
+        return [kernels.wrap(tensor.numpy()) for tensor in packed(arrays)]
+
+    monkeypatch.setattr(worker.runner._device, "to_device", partial(to_device, send=send, kernels=kernels))
     assert [facts(result) for result in worker.run(plans, 2)] == [facts(result) for result in expected]
 
 
@@ -465,12 +471,17 @@ def test_an_invalid_sampled_token_becomes_token_zero() -> None:
     first = batch.build(StepPlan(step=1, seq_ids=[0, 1, 2], num_tokens=[2, 3, 4]))
     new = batch.advance(first, first.rows)
     then = batch.build(StepPlan(step=2, seq_ids=[2, 0, 1], num_tokens=[1, 1, 1]))
-    tokens = torch.tensor([5, -2, 9])
-    inputs = to_device(then, [SampledTokens(tokens, *batch.find_pending(then, new))], send_nowhere)
+    tokens, kernels = np.array([5, -2, 9]), ReferenceKernels()
+
+    def on_device(inputs: Any) -> Any:
+        pending = [SampledTokens(tokens, *batch.find_pending(inputs, new))]
+        return to_device(inputs, pending, lambda arrays: [kernels.wrap(array) for array in arrays], kernels)
+
+    inputs = on_device(then)
     assert inputs.token_ids.tolist() == [9, 5, 0]
     assert inputs.positions.tolist() == [4, 2, 3]
     same = batch.build(StepPlan(step=2, seq_ids=[0, 1, 2], num_tokens=[1, 1, 1]))
-    inputs = to_device(same, [SampledTokens(tokens, *batch.find_pending(same, new))], send_nowhere)
+    inputs = on_device(same)
     assert inputs.token_ids.tolist() == [5, 0, 9]
     batch.fill(new, np.array([5, 0, 9]))
     rows = [batch.row(i) for i in range(3)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from octavo.core.kv_spec import KVSpec
 from octavo.core.plan import StepPlan
@@ -40,8 +41,10 @@ def make(kernels: Kernels, num_host_blocks: int = HOST_BLOCKS) -> CacheEngine:
     return engine
 
 
-def as_bytes(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks.view(len(blocks), -1).view(torch.uint8)
+def as_bytes(blocks: Any) -> np.ndarray:
+    """The bytes of each block, over the cache's own memory."""
+    values: np.ndarray = blocks.numpy()
+    return values.reshape(len(values), -1).view(np.uint8)
 
 
 def swap_seconds(engine: CacheEngine, plan: StepPlan) -> float | None:

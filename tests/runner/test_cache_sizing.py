@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from octavo.core.config import EngineConfig, make_config
+from octavo.core.dtypes import DType
 from octavo.core.errors import InsufficientMemoryError
 from octavo.core.kv_groups import KVLayout
 from octavo.core.kv_spec import group_layers
@@ -26,8 +27,9 @@ from octavo.loader.model import load_model
 from octavo.models.config_files import read_model_config
 from octavo.runner import memory
 from octavo.runner.cache_sizing import CacheSizing
+from octavo.runner.cuda_memory import CudaMemory, in_use, measure_peak
 from octavo.runner.loaded_model import LoadedModel
-from octavo.runner.memory import CudaMemory, largest_step, measure_peak
+from octavo.runner.memory import largest_step
 from octavo.runner.model_runner import ModelRunner
 
 GIB = 1 << 30
@@ -120,7 +122,7 @@ def test_a_card_that_is_too_small_is_refused_with_the_sums() -> None:
 
 def test_weights_are_checked_against_the_device_and_in_their_own_bits(network: Path) -> None:
     config = read_model_config(network)
-    context = LayerContext(ReferenceKernels(), torch.bfloat16)
+    context = LayerContext(ReferenceKernels(), DType.BFLOAT16)
     file = network / "model.safetensors"
     whole = sum(tensor.numel() for tensor in load_file(file).values()) * 2
     memory.check_weights_fit(config, context, free=whole)
@@ -148,7 +150,7 @@ def test_weights_are_checked_against_the_device_and_in_their_own_bits(network: P
 )
 def test_the_largest_step_is_as_large_as_a_step_may_be(tokens: int, seqs: int, length: int, block_size: int) -> None:
     size = BatchSize(tokens, min(seqs, tokens), min(seqs, tokens), length, block_size)
-    batch = largest_step(size, "cpu")
+    batch: Any = largest_step(size, ReferenceKernels())
     lens = batch.seq_lens.tolist()
     assert len(lens) == min(seqs, tokens)
     assert len(batch.token_ids) == sum(lens) == min(tokens, len(lens) * length)
@@ -162,10 +164,10 @@ def test_the_largest_step_is_as_large_as_a_step_may_be(tokens: int, seqs: int, l
 
 def test_the_largest_step_runs_with_a_cache_of_one_block(network: Path) -> None:
     config, kernels = read_model_config(network), ReferenceKernels()
-    model = load_model(network, config, LayerContext(kernels, torch.float32))
+    model = load_model(network, config, LayerContext(kernels, DType.FLOAT32))
     for tokens, seqs in ((64, 5), (5, 8), (300, 2)):
         groups = group_layers(model.kv_specs)
-        batch = largest_step(BatchSize(tokens, min(seqs, tokens), 1, 128, 16, len(groups)), "cpu")
+        batch = largest_step(BatchSize(tokens, min(seqs, tokens), 1, 128, 16, len(groups)), kernels)
         caches = kernels.make_cache(groups, [1] * len(groups), 16)
         with torch.inference_mode():
             assert model.forward(batch, caches).shape == (len(batch.token_ids), config.hidden_size)
@@ -204,19 +206,22 @@ def test_a_gpus_profile_counts_the_graphs_of_the_model_and_of_the_drafter(networ
 
     def graph_bytes(forward: Forward, largest: BatchSize, in_use: Callable[[], int]) -> int:
         assert in_use() == 2 * GIB, "what is cached does not count"
-        assert forward(padding_batch(replace(largest, tokens=2, sequences=2, sampled=2))).logits is not None
+        assert (
+            forward(padding_batch(replace(largest, tokens=2, sequences=2, sampled=2), loaded.kernels)).logits
+            is not None
+        )
         return 7
 
     loaded.kernels.graph_bytes = graph_bytes  # type: ignore[method-assign]
     step = CacheSizing(loaded).largest_step(128)
     device.run()
-    assert step.graph_bytes(lambda: memory.in_use(device)) == 7
+    assert step.graph_bytes(lambda: in_use(device)) == 7
     caches = step._caches()[0]
     forward = loaded.forward
     loaded.drafter = cast(
         Any, SimpleNamespace(forward=lambda batch, _: forward(batch, caches), make_reader=lambda: None)
     )
-    assert step.graph_bytes(lambda: memory.in_use(device)) == 14
+    assert step.graph_bytes(lambda: in_use(device)) == 14
 
 
 def test_the_estimate_of_a_cpus_largest_step_has_room_for_what_adapters_add(network: Path) -> None:

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from octavo.core.plan import StepPlan, TableChange
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.interface import Kernels
-from octavo.runner.cache_engine import StreamedCacheEngine
-from octavo.runner.device_batch import PinnedSend
-from octavo.runner.pending import CudaTimers
+from octavo.runner.cuda_cache_engine import StreamedCacheEngine
+from octavo.runner.cuda_send import PinnedSend
+from octavo.runner.cuda_timers import CudaTimers
 
 
 class _Event:

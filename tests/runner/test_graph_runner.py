@@ -93,7 +93,7 @@ def record(execute: Callable[[], ForwardOutput]) -> tuple[Callable[[], None], Fo
 
 
 def capture(self: TritonKernels, forward: Forward, largest: BatchSize) -> Forward:
-    return GraphedForward(forward, record, largest, device="cpu")
+    return GraphedForward(forward, record, largest, self)
 
 
 def assert_same(found: list[StepResult], expected: list[StepResult]) -> None:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.core.kv_spec import group_layers
 from octavo.kernels import load_kernels
 from octavo.kernels.cache import LayerCache
@@ -21,12 +23,12 @@ from octavo.layers.layer import Layer
 from octavo.loader.model import load_model
 from octavo.models.config_files import read_model_config
 from octavo.models.llama import LlamaForCausalLM
-from octavo.runner.sleep import SleepState, _tensors, put_to_sleep, release_device_memory, wake_up
+from octavo.runner.cuda_sleep import SleepState, _tensors, put_to_sleep, wake_up
 
 
 @pytest.fixture
 def model(network: Path) -> LlamaForCausalLM:
-    model = load_model(network, read_model_config(network), LayerContext(ReferenceKernels(), torch.float32))
+    model = load_model(network, read_model_config(network), LayerContext(ReferenceKernels(), DType.FLOAT32))
     assert isinstance(model, LlamaForCausalLM)
     return model
 
@@ -37,7 +39,7 @@ def caches_of(model: LlamaForCausalLM, blocks: int = 8) -> list[LayerCache]:
 
 @torch.inference_mode()
 def logits(model: LlamaForCausalLM, caches: list[LayerCache]) -> Tensor:
-    batch = make_batch([20], [20], torch.tensor([[3, 5]]), 16, token_ids=torch.arange(20))
+    batch = make_batch([20], [20], np.array([[3, 5]]), 16, ReferenceKernels(), token_ids=np.arange(20))
     return model.logits(model.forward(batch, caches))
 
 
@@ -48,16 +50,17 @@ def bytes_on_host(state: SleepState) -> int:
 def test_a_network_computes_the_same_after_sleep(model: Any) -> None:
     caches = caches_of(model)
     before = logits(model, caches)
-    tensors = model.embed_tokens.table, model.layers[0].attention_norm.weight, model.layers[1].mlp.down.packed.weight
-    table = model.embed_tokens.table
-    assert table is not None
-    weights = sum(p.nbytes for p in (table, model.head.packed.weight, model.layers[0].attention.cos_sin))
+
+    def some() -> list[Tensor]:
+        return [model.head.packed.weight, model.layers[0].attention_norm.weight, model.layers[1].mlp.down.packed.weight]
+
+    tensors, table = some(), model.head.packed.weight
+    weights = table.nbytes + model.layers[0].attention.rotary.array.nbytes
     state = put_to_sleep(model)
     assert bytes_on_host(state) == state.bytes_freed > weights
     assert table.untyped_storage().nbytes() == 0
     wake_up(state)
-    after = model.embed_tokens.table, model.layers[0].attention_norm.weight, model.layers[1].mlp.down.packed.weight
-    assert all(a is b for a, b in zip(tensors, after, strict=True))
+    assert all(a is b for a, b in zip(tensors, some(), strict=True))
     assert logits(model, caches).equal(before)
 
 
@@ -115,7 +118,7 @@ def test_every_way_of_holding_a_tensor_is_found() -> None:
 def test_what_the_gpu_backend_holds_comes_back(network: Path, quantization: str | None) -> None:
     pytest.importorskip("triton")
     config, kernels = read_model_config(network), load_kernels("triton", "cpu")
-    context = LayerContext(kernels, torch.bfloat16, quantization=quantization)
+    context = LayerContext(kernels, DType.BFLOAT16, quantization=quantization)
     model = load_model(network, config, context)
     held = list(_tensors(model))
     before = [tensor.clone() for tensor in held]
@@ -128,7 +131,7 @@ def test_what_the_gpu_backend_holds_comes_back(network: Path, quantization: str 
 
 
 def test_without_host_memory_it_stays_awake(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    import octavo.runner.sleep as module
+    import octavo.runner.cuda_sleep as module
 
     caches = caches_of(model)
     before, calls, real = logits(model, caches), 0, module._host_memory
@@ -150,12 +153,11 @@ def test_without_host_memory_it_stays_awake(model: LlamaForCausalLM, monkeypatch
 def test_a_gpu_gets_its_memory_back(network: Path) -> None:
     config = read_model_config(network)
     kernels = ReferenceKernels("cuda")
-    model: Any = load_model(network, config, LayerContext(kernels, torch.float32, "cuda"))
-    table = model.embed_tokens.table
-    assert table is not None
+    model: Any = load_model(network, config, LayerContext(kernels, DType.FLOAT32))
+    table = model.head.packed.weight
     before, used = table.cpu(), torch.cuda.memory_reserved()
     state = put_to_sleep(model)
-    release_device_memory(torch.device("cuda"))
+    torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() < used
     wake_up(state)
     assert table.cpu().equal(before)

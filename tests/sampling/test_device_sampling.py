@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from octavo.core.plan import NewSequence
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
-from octavo.kernels.numpy_sampling import NumpySampling
+from octavo.kernels.torch_sampling import TorchLogits
 from octavo.kernels.triton.sampling_backend import TritonSampling
 from octavo.sampling.sampler import Sampler, TokenTable
 from octavo.sampling.sampler_outputs import PendingSamplerOutput, SamplerOutput
@@ -31,7 +31,7 @@ class Rows:
     def __init__(self, on_device: bool, rows: int = 16) -> None:
         self.tokens = TokenTable(rows, 64)
         self.device = DEVICE if on_device else "cpu"
-        backend = TritonSampling(VOCAB, torch.device(DEVICE)) if on_device else NumpySampling(VOCAB)
+        backend = TritonSampling(VOCAB, torch.device(DEVICE)) if on_device else TorchLogits(VOCAB)
         self.sampler = Sampler(VOCAB, self.tokens, backend)
 
     def add(self, row: int, params: SamplingParams, outputs: list[int] | None = None, **options: Any) -> None:
@@ -149,13 +149,13 @@ def test_tokens_are_on_the_device_before_wait() -> None:
     assert pending.wait().errors == output.errors
 
 
-def test_on_the_host_tokens_are_a_tensor_too() -> None:
+def test_on_the_host_tokens_are_an_array_too() -> None:
     host = Rows(on_device=False)
     host.add(0, greedy())
     host.add(1, SamplingParams(temperature=0.5))
     pending = host.start(gaussian(2, VOCAB), [0, 1])
     assert pending.tokens.tolist() == pending.wait().token_ids.tolist()
-    assert pending.tokens.dtype == torch.int64
+    assert pending.tokens.dtype == np.int64
 
 
 @pytest.mark.parametrize("on_device", [True, False])

@@ -19,8 +19,9 @@ from torch import Tensor
 from octavo.core.plan import NewSequence, PositionLogprobs
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
-from octavo.kernels.numpy_sampling import NumpySampling, position_logprobs
+from octavo.kernels.numpy_sampling import position_logprobs
 from octavo.kernels.sampling import SamplingBackend
+from octavo.kernels.torch_sampling import TorchLogits
 from octavo.sampling.logits_processors import TokenMask
 from octavo.sampling.sampler import Sampler, TokenTable
 from octavo.sampling.sampler_outputs import RowError, SamplerOutput
@@ -34,14 +35,19 @@ def _backend(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "compiled":
         pytest.importorskip("octavo._cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rows, "make_backend", {"numpy": NumpySampling, "compiled": compiled_sampling}[request.param])
+        patch.setattr(Rows, "make_backend", {"numpy": TorchLogits, "compiled": compiled_sampling}[request.param])
         yield
 
 
 def compiled_sampling(vocab_size: int) -> SamplingBackend:
+    from octavo.kernels.cpu.array import CpuArray
     from octavo.kernels.cpu.sampling import CompiledSampling
 
-    return CompiledSampling()
+    class OfTensors(CompiledSampling):
+        def prepare(self, logits: Any) -> CpuArray:
+            return super().prepare(CpuArray.over(logits.float().contiguous().numpy()))
+
+    return OfTensors()
 
 
 def set_threads(count: int) -> None:
@@ -54,7 +60,7 @@ def set_threads(count: int) -> None:
 class Rows:
     """A sampler and its table, as the runner uses them."""
 
-    make_backend: Callable[[int], SamplingBackend] = NumpySampling
+    make_backend: Callable[[int], SamplingBackend] = TorchLogits
 
     def __init__(self, rows: int = 8, vocab: int = VOCAB, max_len: int = 64) -> None:
         self.tokens = TokenTable(rows, max_len)

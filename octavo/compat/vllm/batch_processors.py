@@ -14,6 +14,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.sampling_params import LogitsProcessor as RequestLogitsProcessor
 from octavo.core.sampling_params import SamplingParams
+from octavo.kernels import require_torch
 
 S = TypeVar("S")
 
@@ -131,7 +132,15 @@ class BatchProcessors:
     """The classes that an engine was started with, as processors of its requests."""
 
     def __init__(self, classes: Sequence[type[LogitsProcessor]], config: VllmConfig, device: str) -> None:
-        """Makes an object of each: it serves all requests, one after the other."""
+        """Makes an object of each: it serves all requests, one after the other.
+
+        Raises:
+            ConfigError: there are classes, which get a device of torch's, and torch is not installed.
+        """
+        self._processors: list[LogitsProcessor] = []
+        if not classes:
+            return
+        require_torch("vLLM's logits processors")
         import torch
 
         self._processors = [each(config, torch.device(device), False) for each in classes]

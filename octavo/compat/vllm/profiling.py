@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.core.errors import ConfigError
+from octavo.kernels import require_torch
 
 
 @dataclass
@@ -39,10 +40,11 @@ class Profiler:
         """Begins a trace.
 
         Raises:
-            ConfigError: no folder is named for it.
+            ConfigError: no folder is named for it, or torch is not installed.
         """
         if not self._config.torch_profiler_dir:
             raise ConfigError("start_profile needs a folder: LLM(profiler_config={'torch_profiler_dir': FOLDER})")
+        require_torch("traces of vLLM's profiler")
         import torch
 
         activities = [torch.profiler.ProfilerActivity.CPU]

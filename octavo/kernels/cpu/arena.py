@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import weakref
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from octavo.core.dtypes import DType
+from octavo.kernels.cpu.array import CpuArray
+
+
+@dataclass(eq=False)
+class Lease:
+    """The owner of a buffer's arrays: while one of them lives, the buffer is not reused."""
+
+    buffer: np.ndarray
+    #: What the rows of the array are, a ``cpu.Rows``.
+    rows: Any
+    #: Whether it holds what adapters add to a product, and nothing in steps without adapters.
+    is_delta: bool = False
 
 
 class Arena:
-    """Allocates tensors with memory that lives as long as the arena.
+    """Allocates arrays with memory that lives as long as the arena.
 
-    A recorded operation holds addresses, so its buffers must never move. When the last tensor of a buffer is gone, no
+    A recorded operation holds addresses, so its buffers must never move. When the last array of a buffer is gone, no
     later operation of the recording can use it, and the buffer is reused: operations are replayed in the order in which
     they are recorded, so the reuse is correct in replays too.
     """
@@ -21,20 +36,19 @@ class Arena:
         self._owned: list[np.ndarray] = []
         self._free: dict[int, list[np.ndarray]] = {}
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor."""
-        size = int(np.prod(shape)) * dtype.itemsize
+    def take(self, shape: tuple[int, ...], dtype: DType, rows: Any) -> CpuArray:
+        """An uninitialised array; it and its views have a ``Lease`` as their owner."""
+        size = math.prod(shape) * dtype.itemsize
         free = self._free.setdefault(size, [])
         if free:
             buffer = free.pop()
         else:
-            buffer = np.empty(size + 64, dtype=np.uint8)
+            buffer = np.empty(size + 64, np.uint8)
             self._owned.append(buffer)
-        start = -buffer.ctypes.data % 64
-        # Only the storage of the tensor and of its views keeps this view of the buffer alive.
-        view = buffer[start : start + size]
-        weakref.finalize(view, free.append, buffer)
-        return torch.from_numpy(view).view(dtype).view(shape)
+        lease = Lease(buffer, rows)
+        weakref.finalize(lease, free.append, buffer)
+        address = buffer.ctypes.data
+        return CpuArray(lease, address + -address % 64, shape, dtype)
 
     @property
     def nbytes(self) -> int:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.kernels.cache import LayerCache, check_pairs
+from octavo.kernels.cpu.array import CpuArray
 from octavo.kernels.cpu.compiled import DTYPES, address, cpu, strided
 from octavo.kernels.interface import AttentionSpec
 
@@ -32,19 +32,18 @@ class CpuLayerCache(LayerCache):
     head_dim: int
     block_size: int
     #: int8: a scale for each token and KV head.
-    dtype: torch.dtype
+    dtype: DType
 
 
-def block_bytes(kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(kv_heads: int, head_dim: int, block_size: int, dtype: DType) -> int:
     """Bytes of the keys, or of the values, of one block of one layer.
 
     Raises:
         ConfigError: there is no such type of cache.
     """
     if dtype not in DTYPES:
-        name = str(dtype).removeprefix("torch.")
         raise ConfigError(
-            f"the CPU kernels have no KV cache of type {name}; kv_cache_dtype may be auto, float32, bfloat16 or int8"
+            f"the CPU kernels have no KV cache of type {dtype}; kv_cache_dtype may be auto, float32, bfloat16 or int8"
         )
     return int(cpu.block_bytes(kv_heads, head_dim, block_size, DTYPES[dtype]))
 
@@ -55,7 +54,7 @@ def make_cache(
     block_size: int,
     kv_heads: int,
     head_dim: int,
-    dtype: torch.dtype,
+    dtype: DType,
     vectors: int = 2,
 ) -> list[LayerCache]:
     """The cache of every layer, all zero, each array aligned to a page.
@@ -68,21 +67,23 @@ def make_cache(
     stride = block_bytes(kv_heads, head_dim, block_size, dtype)
     size = -(-blocks * stride // _PAGE) * _PAGE
     memory = _untouched_zeros(vectors * layers * size)
-    arrays = [memory[i * size :][: blocks * stride].view(blocks, stride) for i in range(vectors * layers)]
+    arrays = [
+        CpuArray.over(memory[i * size :][: blocks * stride].reshape(blocks, stride)) for i in range(vectors * layers)
+    ]
     return [
         CpuLayerCache(key, value, kv_heads, head_dim, block_size, dtype)
         for key, value in zip(arrays[::vectors], arrays[vectors - 1 :: vectors], strict=True)
     ]
 
 
-def write_op(k: Tensor, v: Tensor, cache: LayerCache) -> Any:
+def write_op(k: CpuArray, v: CpuArray, cache: LayerCache) -> Any:
     """The operation that writes k and v [T, K, D], tokens strided, or the parts of latents, to the step's slots."""
     assert isinstance(cache, CpuLayerCache)
     return cpu.reshape_and_cache(
         *strided(k),
         *strided(v),
-        cache.key.data_ptr(),
-        cache.value.data_ptr(),
+        cache.key.address,
+        cache.value.address,
         cache.kv_heads,
         cache.head_dim,
         cache.block_size,
@@ -94,21 +95,19 @@ def write_op(k: Tensor, v: Tensor, cache: LayerCache) -> Any:
 
 
 @functools.cache
-def _slopes(slopes: tuple[float, ...] | None) -> Tensor | None:
-    """The slopes as a tensor that is never freed, as operations hold its address."""
-    if slopes is None:
-        return None
-    return torch.from_numpy(np.array(slopes, dtype=np.float32))  # torch.tensor calls operations, which tapes refuse
+def _slopes(slopes: tuple[float, ...] | None) -> np.ndarray | None:
+    """The slopes as an array that is never freed, as operations hold its address."""
+    return None if slopes is None else np.array(slopes, np.float32)
 
 
-def attention_op(q: Tensor, cache: LayerCache, out: Tensor, spec: AttentionSpec) -> Any:
+def attention_op(q: CpuArray, cache: LayerCache, out: CpuArray, spec: AttentionSpec) -> Any:
     """The operation that computes attention of q [T, H, D], tokens strided, to out, contiguous."""
     assert isinstance(cache, CpuLayerCache)
     return cpu.paged_attention(
         *strided(q),
-        out.data_ptr(),
-        cache.key.data_ptr(),
-        cache.value.data_ptr(),
+        out.address,
+        cache.key.address,
+        cache.value.address,
         q.shape[1],
         cache.kv_heads,
         cache.head_dim,
@@ -148,25 +147,25 @@ def _by_block_size(caches: list[LayerCache]) -> dict[int, list[LayerCache]]:
     """Caches by the bytes of their blocks, which differ between KV groups."""
     groups: dict[int, list[LayerCache]] = {}
     for cache in caches:
-        groups.setdefault(cache.key.stride(0), []).append(cache)
+        groups.setdefault(cache.key.strides[0], []).append(cache)
     return groups
 
 
 def _addresses(caches: list[LayerCache]) -> list[int]:
-    both = ({cache.key.data_ptr(): None, cache.value.data_ptr(): None} for cache in caches)  # a latent cache has one
+    both = ({cache.key.address: None, cache.value.address: None} for cache in caches)  # a latent cache has one
     return [address for addresses in both for address in addresses]
 
 
-def _untouched_zeros(size: int) -> Tensor:
+def _untouched_zeros(size: int) -> np.ndarray:
     """uint8 zeros that use no memory until they are written, in huge pages if the system has them.
 
     A sequence's blocks are anywhere in the cache: with small pages each would need an entry in the TLB.
     """
     if size == 0:
-        return torch.zeros(0, dtype=torch.uint8)
+        return np.zeros(0, np.uint8)
     if not hasattr(mmap, "MAP_PRIVATE"):
-        return torch.from_numpy(np.zeros(size, dtype=np.uint8))
+        return np.zeros(size, np.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+    return np.frombuffer(memory, np.uint8)

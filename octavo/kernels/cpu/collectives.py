@@ -6,10 +6,9 @@ import mmap
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from octavo.kernels.communicator import Communicator
+from octavo.kernels.cpu.array import CpuArray
 from octavo.kernels.cpu.compiled import address, cpu, strided
 
 #: Default number of floats that a rank exchanges at once (1 MiB).
@@ -43,26 +42,26 @@ class SharedMemoryCommunicator:
         memory = mmap.mmap(-1, cls.bytes_for(size))
         return [cls(memory, rank, size, timeout=timeout) for rank in range(size)]
 
-    def all_reduce_op(self, x: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Any:
+    def all_reduce_op(self, x: CpuArray, bias: CpuArray | None = None, add: CpuArray | None = None) -> Any:
         """The operation that sums x [T, width] over the ranks in place, then adds bias [width] and add [T, width].
 
         All are float32 and contiguous. The caller keeps them alive.
         """
-        return cpu.all_reduce(self._group, x.data_ptr(), x.shape[1], address(bias), *strided(add))
+        return cpu.all_reduce(self._group, x.address, x.shape[1], address(bias), *strided(add))
 
-    def all_gather_op(self, x: Tensor, out: Tensor) -> Any:
+    def all_gather_op(self, x: CpuArray, out: CpuArray) -> Any:
         """The operation that gathers x [T, width] into out [T, size * width], float32 and contiguous."""
-        return cpu.all_gather(self._group, x.data_ptr(), out.data_ptr(), x.shape[1])
+        return cpu.all_gather(self._group, x.address, out.address, x.shape[1])
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: np.ndarray) -> np.ndarray:
         """See ``Communicator``."""
-        self.all_reduce_op(x).run(cpu.Step(x.shape[0]))
+        self.all_reduce_op(CpuArray.over(np.asarray(x))).run(cpu.Step(len(x)))
         return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: np.ndarray) -> np.ndarray:
         """See ``Communicator``."""
-        out = x.new_empty(x.shape[0], self.size * x.shape[1])
-        self.all_gather_op(x, out).run(cpu.Step(x.shape[0]))
+        out = np.empty((len(x), self.size * x.shape[1]), np.float32)
+        self.all_gather_op(CpuArray.over(np.asarray(x)), CpuArray.over(out)).run(cpu.Step(len(x)))
         return out
 
 
@@ -73,35 +72,33 @@ class HostCommunicator:
         self._group = group
         self.rank, self.size = group.rank, group.size
 
-    def all_reduce_op(self, x: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Any:
+    def all_reduce_op(self, x: CpuArray, bias: CpuArray | None = None, add: CpuArray | None = None) -> Any:
         """See ``SharedMemoryCommunicator``."""
 
-        @torch.inference_mode()
         def run(rows: int) -> None:
-            part = x[:rows]
-            total = self._group.all_reduce(part)
+            part = x[:rows].numpy()
+            total = np.asarray(self._group.all_reduce(part))
             if bias is not None:
-                total = total.add_(bias)
+                total += bias.numpy()
             if add is not None:
-                total = total.add_(add[:rows])
+                total += add[:rows].numpy()
             if total is not part:
-                part.copy_(total)
+                part[:] = total
 
         return cpu.host_call(run)
 
-    def all_gather_op(self, x: Tensor, out: Tensor) -> Any:
+    def all_gather_op(self, x: CpuArray, out: CpuArray) -> Any:
         """See ``SharedMemoryCommunicator``."""
 
-        @torch.inference_mode()
         def run(rows: int) -> None:
-            out[:rows].copy_(self._group.all_gather(x[:rows]))
+            out[:rows].numpy()[:] = np.asarray(self._group.all_gather(x[:rows].numpy()))
 
         return cpu.host_call(run)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: np.ndarray) -> np.ndarray:
         """See ``Communicator``."""
         return self._group.all_reduce(x)
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: np.ndarray) -> np.ndarray:
         """See ``Communicator``."""
         return self._group.all_gather(x)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from octavo.core.dtypes import DType
+from octavo.kernels.cpu.array import CpuArray
 from octavo.kernels.cpu.compiled import address, cpu, strided, typed
 from octavo.kernels.cpu.linear import CpuDenseWeight, CpuQuantizedWeight
 from octavo.kernels.cpu.op_runner import OpRunner
@@ -22,14 +21,14 @@ class CpuExperts(PackedExperts):
         self._runner = runner
         self._group = cpu.ExpertGroup([_matrix(weight) for weight in gate_up], [_matrix(weight) for weight in down])
 
-    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
+    def __call__(self, x: CpuArray, experts: CpuArray, weights: CpuArray, add: CpuArray | None = None) -> CpuArray:
         """The rows of an expert in one product; a row's bits do not depend on the others."""
-        out = self._runner.new(x, tuple(x.shape), torch.float32) if add is None else add
+        out = self._runner.new(x, tuple(x.shape), DType.FLOAT32) if add is None else add
         op = cpu.experts(
             self._group,
             *typed(x),
-            experts.data_ptr(),
-            weights.data_ptr(),
+            experts.address,
+            weights.address,
             experts.shape[1],
             *strided(out),
             *strided(add),
@@ -38,14 +37,14 @@ class CpuExperts(PackedExperts):
         return out
 
 
-def route_op(logits: Tensor, spec: RoutingSpec, bias: Tensor | None, experts: Tensor, weights: Tensor) -> Any:
+def route_op(logits: CpuArray, spec: RoutingSpec, bias: CpuArray | None, experts: CpuArray, weights: CpuArray) -> Any:
     """The operation that fills experts and weights; the caller keeps all tensors alive."""
     return cpu.route(
-        logits.data_ptr(),
-        logits.stride(0),
+        logits.address,
+        logits.strides[0],
         address(bias),
-        experts.data_ptr(),
-        weights.data_ptr(),
+        experts.address,
+        weights.address,
         logits.shape[1] - spec.shared,
         spec.shared,
         spec.top_k,

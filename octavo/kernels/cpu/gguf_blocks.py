@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.kernels.cpu.quantize import Codes
@@ -37,24 +35,24 @@ def gguf_weight(kind: str, rows: np.ndarray, columns: int) -> Codes:
     return read(rows.reshape(rows.shape[0], -1, size))
 
 
-def _halves(blocks: np.ndarray, start: int) -> Tensor:
+def _halves(blocks: np.ndarray, start: int) -> np.ndarray:
     """The float16 at byte ``start`` of each block [N, B, size]: [N, B]."""
-    return torch.from_numpy(np.ascontiguousarray(blocks[..., start : start + 2])).view(torch.float16).squeeze(-1)
+    return np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)[..., 0]
 
 
-def _nibbles(packed: np.ndarray) -> Tensor:
+def _nibbles(packed: np.ndarray) -> np.ndarray:
     """Codes of runs of bytes [N, B, run]: first the low nibbles of a run, then the high ones; uint8 [N, K]."""
     n, blocks, run = packed.shape
     codes = np.empty((n, blocks, 2, run), dtype=np.uint8)
     np.bitwise_and(packed, 15, out=codes[:, :, 0])
     np.right_shift(packed, 4, out=codes[:, :, 1])
-    return torch.from_numpy(codes.reshape(n, -1))
+    return codes.reshape(n, -1)
 
 
 def _q8_0(blocks: np.ndarray) -> Codes:
     """A block: scale, 32 int8."""
     codes = np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(len(blocks), -1)
-    return Codes("q8_32", torch.from_numpy(codes), _halves(blocks, 0))
+    return Codes("q8_32", codes, _halves(blocks, 0))
 
 
 def _q4_0(blocks: np.ndarray) -> Codes:
@@ -69,9 +67,9 @@ def _q4_1(blocks: np.ndarray) -> Codes:
 
 def _q5_0(blocks: np.ndarray) -> Codes:
     """A block: scale, 32 fifth bits, 16 bytes of low bits; a code is 16 less than its 5 bits say."""
-    low = _nibbles(blocks[..., 6:]).numpy()
+    low = _nibbles(blocks[..., 6:])
     fifth = np.unpackbits(np.ascontiguousarray(blocks[..., 2:6]), axis=-1, bitorder="little").reshape(low.shape)
-    return Codes("q8_32", torch.from_numpy((low | fifth << 4).view(np.int8) - np.int8(16)), _halves(blocks, 0))
+    return Codes("q8_32", (low | fifth << 4).view(np.int8) - np.int8(16), _halves(blocks, 0))
 
 
 #: The values that the codes of IQ4_NL mean.
@@ -80,7 +78,7 @@ _IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38,
 
 def _iq4_nl(blocks: np.ndarray) -> Codes:
     """A block: scale, 16 bytes of indices into a table."""
-    return Codes("q8_32", torch.from_numpy(_IQ4_VALUES[_nibbles(blocks[..., 2:]).numpy()]), _halves(blocks, 0))
+    return Codes("q8_32", _IQ4_VALUES[_nibbles(blocks[..., 2:])], _halves(blocks, 0))
 
 
 def _q4_k(blocks: np.ndarray) -> Codes:
@@ -98,8 +96,8 @@ def _q4_k(blocks: np.ndarray) -> Codes:
         _nibbles(blocks[..., 16:].reshape(n, -1, 32)),
         _halves(blocks, 0),
         _halves(blocks, 2),
-        torch.from_numpy(scales.reshape(n, -1)),
-        torch.from_numpy(minima.reshape(n, -1)),
+        scales.reshape(n, -1),
+        minima.reshape(n, -1),
     )
 
 

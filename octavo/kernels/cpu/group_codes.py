@@ -10,8 +10,7 @@ would be exact, in 8.1 to 8.5 bits a weight instead of 5.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from octavo.core.errors import ConfigError
 from octavo.kernels.cpu.quantize import Codes
@@ -48,24 +47,29 @@ def group_codes(rows: GroupQuantizedRows) -> Codes:
             f"the CPU kernels have no products with {rows.bits}-bit weights in groups of {rows.group}"
             f"{'' if rows.zeros is None else ' with zeros'}: use fewer tensor-parallel workers or quantization='none'"
         )
-    codes = rows.codes if rows.bits == 4 else (rows.codes ^ 128).view(torch.int8)
+    codes = rows.codes if rows.bits == 4 else (rows.codes ^ 128).view(np.int8)
     if format == "q8_channel":
-        return Codes(format, codes, rows.scales[:, 0].float())
+        return Codes(format, codes, rows.scales[:, 0].astype(np.float32))
     repeats = rows.group // (128 if format.endswith("128") else 32)
 
-    def per_unit(values: Tensor) -> Tensor:
-        return values.to(torch.float16).repeat_interleave(repeats, 1)
+    def per_unit(values: np.ndarray) -> np.ndarray:
+        return np.repeat(_halves(values), repeats, 1)
 
     return Codes(format, codes, per_unit(rows.scales), None if rows.zeros is None else per_unit(_minima(rows)))
 
 
-def _minima(rows: GroupQuantizedRows) -> Tensor:
+def _minima(rows: GroupQuantizedRows) -> np.ndarray:
     """What code 0 stands for, float32 [N, groups]."""
     assert rows.zeros is not None
-    return -(rows.zeros.float() * rows.scales.float())
+    return -(rows.zeros.astype(np.float32) * rows.scales.astype(np.float32))
 
 
-def _fits_half(values: Tensor) -> bool:
+def _fits_half(values: np.ndarray) -> bool:
     """Whether float16 holds the values with its usual precision: none is infinite or a coarse subnormal there."""
-    values = values.float()
-    return bool(((values.half().float() - values).abs() <= _HALF_ROUNDING * values.abs()).all())
+    values = values.astype(np.float32)
+    return bool((np.abs(_halves(values).astype(np.float32) - values) <= _HALF_ROUNDING * np.abs(values)).all())
+
+
+def _halves(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # what is out of range becomes infinite, which is looked for
+        return values.astype(np.float32).astype(np.float16)

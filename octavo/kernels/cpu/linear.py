@@ -8,12 +8,14 @@ values: one scale per row would lose accuracy where a few channels are far great
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from octavo.core.dtypes import DType, rounded
 from octavo.core.errors import ConfigError
+from octavo.kernels.cpu.array import CpuArray
 from octavo.kernels.cpu.compiled import DTYPES, address, cpu, strided, typed
 from octavo.kernels.cpu.gguf_blocks import KEPT_TYPES, gguf_weight
 from octavo.kernels.cpu.group_codes import group_codes
@@ -36,14 +38,14 @@ class CpuWeight(PackedWeight):
 
     def __call__(
         self,
-        x: Tensor,
-        out_dtype: torch.dtype | None = None,
-        add: Tensor | None = None,
+        x: CpuArray,
+        out_dtype: DType | None = None,
+        add: CpuArray | None = None,
         activation: Activation | None = None,
-    ) -> Tensor:
+    ) -> CpuArray:
         """Adds, activates and rounds the float32 sums while they are in registers."""
         out_dtype = out_dtype or x.dtype
-        if add is not None and out_dtype == torch.float32 and not self.gated and add.is_contiguous():
+        if add is not None and out_dtype == DType.FLOAT32 and not self.gated and add.is_contiguous:
             out = add
         else:
             out = self._runner.new(x, (x.shape[0], self.width), out_dtype)
@@ -53,11 +55,11 @@ class CpuWeight(PackedWeight):
         self._runner.run(op, x)
         return out
 
-    def rows(self, ids: Tensor, first: int, *, scale: float, dtype: torch.dtype) -> Tensor:
+    def rows(self, ids: CpuArray, first: int, *, scale: float, dtype: DType) -> CpuArray:
         """While recording, ids must be the batch's token ids."""
-        out = self._runner.new(ids, (ids.shape[0], self._matrix.k), torch.float32)
-        op = cpu.lookup(self._matrix, out.data_ptr(), first, dtype == torch.bfloat16, scale)
-        self._runner.run(op, ids, token_ids=ids.data_ptr())
+        out = self._runner.new(ids, (ids.shape[0], self._matrix.k), DType.FLOAT32)
+        op = cpu.lookup(self._matrix, out.address, first, dtype == DType.BFLOAT16, scale)
+        self._runner.run(op, ids, token_ids=ids.address)
         return out
 
     @property
@@ -65,7 +67,9 @@ class CpuWeight(PackedWeight):
     def _matrix(self) -> Any:
         """The compiled matrix, if it ``has_rows``."""
 
-    def operation(self, x: Tensor, out: Tensor, add: Tensor | None = None, activation: Activation | None = None) -> Any:
+    def operation(
+        self, x: CpuArray, out: CpuArray, add: CpuArray | None = None, activation: Activation | None = None
+    ) -> Any:
         """The operation that computes a row of out for each token of the step.
 
         It holds addresses: the caller keeps x, out, add and this weight alive.
@@ -81,25 +85,31 @@ class CpuDenseWeight(CpuWeight):
     """Float32 or bfloat16, in groups of 16 outputs; for a gated weight 8 of the gate and 8 of up."""
 
     def __init__(
-        self, runner: OpRunner, weight: Tensor, bias: Tensor | None = None, gated: bool = False, pieces: int = 1
+        self,
+        runner: OpRunner,
+        parts: Sequence[np.ndarray],
+        dtype: DType,
+        bias: np.ndarray | None = None,
+        gated: bool = False,
+        pieces: int = 1,
     ) -> None:
-        """Copies weight [N, K] and bias [N] (any float type). ``pieces``: see ``Kernels.pack``.
+        """Copies parts [n_i, K], rounded to ``dtype``, and bias [sum of n_i], all of any float type.
+
+        ``pieces``: see ``Kernels.pack``.
 
         Raises:
             ConfigError: the weight has another type.
         """
-        super().__init__(runner, weight.shape[0], gated)
+        rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
+        super().__init__(runner, rows, gated)
         self.has_rows = not gated
-        if weight.dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(f"the CPU kernels compute in float32 or bfloat16, not in {weight.dtype}")
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        floats = None if bias is None else bias.float().contiguous()
-        rows, columns = weight.shape
+        if dtype not in (DType.FLOAT32, DType.BFLOAT16):
+            raise ConfigError(f"the CPU kernels compute in float32 or bfloat16, not in {dtype}")
+        held = [_by_rows(rounded(part, dtype)) for part in parts]
+        floats = None if bias is None else np.ascontiguousarray(bias, np.float32)
         # The stride of a single row is undefined.
-        row_stride = weight.stride(0) if rows > 1 else columns
-        self.packed = cpu.pack_linear(
-            weight.data_ptr(), rows, columns, row_stride, DTYPES[weight.dtype], address(floats), gated, pieces
-        )
+        places = [(address(m), len(m), m.strides[0] // m.itemsize if len(m) > 1 else columns) for m in held]
+        self.packed = cpu.pack_linear(places, columns, DTYPES[dtype], address(floats), gated, pieces)
 
     @property
     def _matrix(self) -> Any:
@@ -117,29 +127,29 @@ class CpuDenseWeight(CpuWeight):
 class CpuHeads(PackedHeads):
     """Float32 or bfloat16 matrices of heads, each packed as a ``CpuDenseWeight``; one operation multiplies all."""
 
-    def __init__(self, runner: OpRunner, weight: Tensor) -> None:
+    def __init__(self, runner: OpRunner, weight: np.ndarray, dtype: DType) -> None:
         """Copies weight [H, N, K]."""
         self._runner = runner
-        self._heads = [CpuDenseWeight(runner, head).packed for head in weight]
+        self._heads = [CpuDenseWeight(runner, [head], dtype).packed for head in weight]
         self._outputs = weight.shape[1]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: CpuArray) -> CpuArray:
         """To a new tensor."""
         out = self._runner.new(x, (*x.shape[:2], self._outputs), x.dtype)
         self._runner.run(self.operation(x, out), x)
         return out
 
-    def operation(self, x: Tensor, out: Tensor) -> Any:
+    def operation(self, x: CpuArray, out: CpuArray) -> Any:
         """The operation from x [T, H, K] to out [T, H, N], tokens and heads strided; it holds addresses."""
         return cpu.head_products(
             self._heads,
-            x.data_ptr(),
-            x.stride(0),
-            x.stride(1),
+            x.address,
+            x.strides[0],
+            x.strides[1],
             DTYPES[x.dtype],
-            out.data_ptr(),
-            out.stride(0),
-            out.stride(1),
+            out.address,
+            out.strides[0],
+            out.strides[1],
             DTYPES[out.dtype],
         )
 
@@ -152,7 +162,9 @@ class CpuHeads(PackedHeads):
 class CpuQuantizedWeight(CpuWeight):
     """Quantised matrices with the same input; each may have another format."""
 
-    def __init__(self, runner: OpRunner, parts: list[Codes], bias: Tensor | None = None, gated: bool = False) -> None:
+    def __init__(
+        self, runner: OpRunner, parts: list[Codes], bias: np.ndarray | None = None, gated: bool = False
+    ) -> None:
         """Packs the codes [n_i, K] and the bias [sum of n_i].
 
         Raises:
@@ -166,7 +178,7 @@ class CpuQuantizedWeight(CpuWeight):
             raise ConfigError(f"the bias of a quantised layer has shape {list(bias.shape)}, expected [{outputs}]")
         super().__init__(runner, outputs, gated)
         self.parts = [_pack_codes(part) for part in parts]
-        self.bias = None if bias is None else bias.float().contiguous()
+        self.bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
 
     @property
     def _matrix(self) -> Any:
@@ -181,7 +193,15 @@ class CpuQuantizedWeight(CpuWeight):
         return sum(part.nbytes for part in self.parts) + (0 if self.bias is None else self.bias.nbytes)
 
 
-def codes_of_tensor(weight: Tensor, kind: str) -> Codes:
+def _by_rows(matrix: np.ndarray) -> np.ndarray:
+    """The matrix with columns that follow each other, and rows that are some numbers apart; copied if it is not so."""
+    rows, columns = matrix.strides
+    if columns == matrix.itemsize and rows % columns == 0 and rows >= columns * matrix.shape[1]:
+        return matrix
+    return np.ascontiguousarray(matrix)
+
+
+def codes_of_matrix(weight: np.ndarray, kind: str) -> Codes:
     """The codes of a floating-point matrix [n, k].
 
     "int8" has a scale per row; "int4" one for 32 values, or is "int8" if k is no multiple of 32.
@@ -218,8 +238,8 @@ def codes_of_rows(part: QuantizedRows) -> Codes:
 def _pack_codes(weight: Codes) -> Any:
     n, k = weight.codes.shape
     tensors = (weight.codes, weight.scales, weight.minima, weight.group_scales, weight.group_minima)
-    # Keeps the tensors alive until the packing is done.
-    held = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+    # Keeps the arrays alive until the packing is done.
+    held = [None if tensor is None else np.ascontiguousarray(tensor) for tensor in tensors]
     try:
         return cpu.PackedQuant(weight.format, n, k, *map(address, held))
     except ValueError as e:

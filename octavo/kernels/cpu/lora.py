@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
+from octavo.kernels.cpu.array import CpuArray
 from octavo.kernels.cpu.compiled import DTYPES, address, cpu, strided, typed
 from octavo.kernels.cpu.op_runner import OpRunner
 from octavo.kernels.lora import Adapters, LowRank, LowRankEmbedding, LowRankPart, LowRankShape, check_part, rounded_part
@@ -23,6 +24,9 @@ class CpuAdapters(Adapters):
         super().__init__()
         self.runner = runner
 
+    def _take(self, slots: CpuArray, rows: CpuArray) -> CpuArray:
+        return CpuArray.over(slots.numpy()[rows.numpy()])
+
     def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> CpuLowRank:
         """See ``Adapters``."""
         return CpuLowRank(self, shape, sampled=sampled)
@@ -31,11 +35,11 @@ class CpuAdapters(Adapters):
         """See ``Adapters``."""
         return CpuLowRankEmbedding(self, shape)
 
-    def run(self, op: Any, x: Tensor, slots: Tensor | None, **arrays: int) -> None:
+    def run(self, op: Any, x: CpuArray, slots: CpuArray | None, **arrays: int) -> None:
         """Runs an operation whose rows have these slots; a recorded one gets those of each step."""
         self.runner.run(op, x, adapters=address(slots), **arrays)
 
-    def is_idle(self, slots: Tensor | None) -> bool:
+    def is_idle(self, slots: CpuArray | None) -> bool:
         """Whether there is nothing to run, nor to record."""
         return slots is None and self.runner.recording is None
 
@@ -54,8 +58,8 @@ class CpuLowRank(LowRank):
         self.check(parts)
         rounded = [None if part is None else rounded_part(part, self.dtype) for part in parts]
         return cpu.low_rank_adapter(
-            [0 if part is None else part.down.data_ptr() for part in rounded],
-            [0 if part is None else part.up.data_ptr() for part in rounded],
+            [0 if part is None else address(part.down) for part in rounded],
+            [0 if part is None else address(part.up) for part in rounded],
             [0 if part is None else len(part.down) for part in rounded],
             self.outputs,
             self.inputs,
@@ -66,7 +70,7 @@ class CpuLowRank(LowRank):
         """Keeps a reference: nothing is copied."""
         self._held.place(slot, packed)
 
-    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor | None:
+    def __call__(self, x: CpuArray, add: CpuArray | None = None) -> CpuArray | None:
         """One loop of the pool of threads."""
         adapters = self._adapters
         slots = adapters.slots(sampled=self._sampled)
@@ -92,19 +96,17 @@ class CpuLowRankEmbedding(LowRankEmbedding):
         """Transposes ``down``."""
         check_part(part, self.rows, self.outputs, self.max_rank)
         down, up = rounded_part(part, self.dtype)
-        table = down.T.contiguous()
-        return cpu.low_rank_table(
-            table.data_ptr(), up.data_ptr(), len(down), self.rows, self.outputs, DTYPES[self.dtype]
-        )
+        table = np.ascontiguousarray(down.T)
+        return cpu.low_rank_table(address(table), address(up), len(down), self.rows, self.outputs, DTYPES[self.dtype])
 
     def place(self, slot: int, packed: Any | None) -> None:
         """Keeps a reference: nothing is copied."""
         self._held.place(slot, packed)
 
-    def __call__(self, ids: Tensor, add: Tensor, first: int = 0) -> Tensor:
+    def __call__(self, ids: CpuArray, add: CpuArray, first: int = 0) -> CpuArray:
         """While recording, ids must be the batch's token ids."""
         slots = self._adapters.slots()
         if not self._adapters.is_idle(slots):
-            op = cpu.low_rank_lookup(self._held, self.outputs, first, add.data_ptr())
-            self._adapters.run(op, ids, slots, token_ids=ids.data_ptr())
+            op = cpu.low_rank_lookup(self._held, self.outputs, first, add.address)
+            self._adapters.run(op, ids, slots, token_ids=ids.address)
         return add

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from octavo.core.dtypes import DType
+from octavo.kernels.arrays import ArrayMaker
 from octavo.kernels.cpu.arena import Arena
+from octavo.kernels.cpu.array import CpuArray
 from octavo.kernels.cpu.compiled import cpu
 from octavo.kernels.cpu.recording import Recording, step_of
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
@@ -27,51 +27,51 @@ class OpRunner:
         self.recording: Recording | None = None
         self.arena = Arena()
 
-    def capture(self, forward: Forward, largest: BatchSize) -> Forward:
+    def capture(self, forward: Forward, largest: BatchSize, kernels: ArrayMaker) -> Forward:
         """Records ``forward`` for batches of at most this size, and returns a function that replays it.
 
         A replay overwrites the output of the one before.
 
         Raises:
-            UnrecordableError: ``forward`` calls a torch operation that is not a view.
+            UnrecordableError: ``forward`` does something to arrays that is no operation of the kernels.
         """
-        self.recording = recording = Recording(self.arena, largest)
+        self.recording = recording = Recording(self.arena, largest, kernels)
         try:
             output = recording.record(forward)
         finally:
             self.recording = None
         return recording.replay(output, forward)
 
-    def run(self, op: Any, x: Tensor, **arrays: int) -> None:
+    def run(self, op: Any, x: CpuArray, **arrays: int) -> None:
         """Runs an operation over the rows of x, or records it; ``arrays`` are addresses of the step's arrays."""
         if self.recording is None:
             op.run(cpu.Step(x.shape[0], **arrays))
         else:
             self.recording.append(op, x)
 
-    def run_step(self, op: Any, x: Tensor, batch: ForwardBatch) -> None:
+    def run_step(self, op: Any, x: CpuArray, batch: ForwardBatch) -> None:
         """As ``run``, with all arrays of the batch."""
         if self.recording is None:
             op.run(step_of(batch))
         else:
             self.recording.append(op, x)
 
-    def new(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def new(self, like: CpuArray, shape: tuple[int, ...], dtype: DType) -> CpuArray:
         """Uninitialised memory for a result with the rows of ``like``."""
         if self.recording is None:
-            return torch.empty(shape, dtype=dtype)
+            return CpuArray.empty(shape, dtype)
         return self.recording.new(shape, dtype, self.recording.rows_of(like))
 
-    def new_delta(self, like: Tensor, columns: int) -> Tensor:
+    def new_delta(self, like: CpuArray, columns: int) -> CpuArray:
         """Memory for what adapters add to a product, float32; products ignore it in steps without adapters.
 
         Its rows are no multiple of 4 KiB apart, as those of a tile would then share lines of the cache.
         """
-        out = self.new(like, (like.shape[0], -(-columns // 16) * 16 + 16), torch.float32)
+        out = self.new(like, (like.shape[0], -(-columns // 16) * 16 + 16), DType.FLOAT32)
         if self.recording is not None:
             self.recording.mark_delta(out)
         return out[:, :columns]
 
-    def takes_delta(self, x: Tensor | None) -> bool:
+    def takes_delta(self, x: CpuArray | None) -> bool:
         """Whether x is such memory of a recording; from now on it is memory like other."""
         return x is not None and self.recording is not None and self.recording.take_delta(x)

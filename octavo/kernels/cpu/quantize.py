@@ -21,11 +21,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, WeightError
-from octavo.kernels.cpu.compiled import DTYPES, cpu
+from octavo.kernels.cpu.compiled import DTYPES, address, cpu
 
 
 @dataclass(frozen=True)
@@ -34,31 +34,31 @@ class Codes:
 
     format: str
     #: [N, K]; 8 bits: int8; 4 bits: uint8, one per byte.
-    codes: Tensor
+    codes: np.ndarray
     #: float16 [N, K / group]; q8_channel: float32 [N].
-    scales: Tensor
+    scales: np.ndarray
     #: float16 [N, K / group].
-    minima: Tensor | None = None
+    minima: np.ndarray | None = None
     #: q4_k: uint8 [N, K / 32], 6 bits, of the scales; and of the minima.
-    group_scales: Tensor | None = None
-    group_minima: Tensor | None = None
+    group_scales: np.ndarray | None = None
+    group_minima: np.ndarray | None = None
 
-    def dequantize(self) -> Tensor:
+    def dequantize(self) -> np.ndarray:
         """The values, float32 [N, K]."""
         n, k = self.codes.shape
-        scales = self.scales.float().view(n, -1)
-        minima = None if self.minima is None else self.minima.float()
+        scales = self.scales.astype(np.float32).reshape(n, -1)
+        minima = None if self.minima is None else self.minima.astype(np.float32)
         if self.group_scales is not None and self.group_minima is not None and minima is not None:
-            scales = scales.repeat_interleave(8, 1) * self.group_scales
-            minima = -(minima.repeat_interleave(8, 1) * self.group_minima)
-        codes = self.codes.float().view(n, scales.shape[1], -1)
+            scales = np.repeat(scales, 8, 1) * self.group_scales
+            minima = -(np.repeat(minima, 8, 1) * self.group_minima)
+        codes = self.codes.astype(np.float32).reshape(n, scales.shape[1], -1)
         if minima is None:
-            codes = codes if self.codes.dtype == torch.int8 else codes - 8
-            return (codes * scales[..., None]).view(n, k)
-        return (codes * scales[..., None] + minima[..., None]).view(n, k)
+            codes = codes if self.codes.dtype == np.int8 else codes - 8
+            return (codes * scales[..., None]).reshape(n, k)
+        return (codes * scales[..., None] + minima[..., None]).reshape(n, k)
 
 
-def quantize_weight(weight: Tensor, kind: str, group: int | None) -> Codes:
+def quantize_weight(weight: np.ndarray, kind: str, group: int | None) -> Codes:
     """Quantises a floating-point weight [N, K].
 
     8 bits: the scale is the greatest magnitude of the group / 127. 4 bits: the one of ten scales with the least squared
@@ -81,12 +81,11 @@ def quantize_weight(weight: Tensor, kind: str, group: int | None) -> Codes:
     if group is not None and k % group:
         raise ConfigError(f"{kind} in groups of {group} needs inputs in multiples of {group}, not {k}")
     bits = int(kind[-1])
-    weight = (weight if weight.dtype in (torch.float32, torch.bfloat16) else weight.float()).contiguous()
-    codes = torch.empty((n, k), dtype=torch.int8 if bits == 8 else torch.uint8)
-    scales = torch.empty(n) if group is None else torch.empty((n, k // group), dtype=torch.float16)
-    cpu.quantize_rows(
-        weight.data_ptr(), n, k, k, DTYPES[weight.dtype], bits, group or 0, codes.data_ptr(), scales.data_ptr()
-    )
-    if not scales.isfinite().all():
+    dtype = DType.of(weight) if DType.of(weight) in (DType.FLOAT32, DType.BFLOAT16) else DType.FLOAT32
+    weight = np.ascontiguousarray(weight, dtype.numpy)
+    codes = np.empty((n, k), np.int8 if bits == 8 else np.uint8)
+    scales = np.empty(n, np.float32) if group is None else np.empty((n, k // group), np.float16)
+    cpu.quantize_rows(address(weight), n, k, k, DTYPES[dtype], bits, group or 0, address(codes), address(scales))
+    if not np.isfinite(scales).all():
         raise WeightError("a weight is infinite, not a number, or too great to be quantised")
     return Codes("q8_channel" if group is None else f"q{bits}_{group}", codes, scales)

@@ -1,47 +1,37 @@
-"""Recording of a forward: its tape, its buffers, and the check that all operations can be recorded."""
+"""Recording of a forward: its tape and its buffers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
+from octavo.core.dtypes import DType
 from octavo.core.errors import UnrecordableError
-from octavo.kernels.cpu.arena import Arena
+from octavo.kernels.arrays import ArrayMaker
+from octavo.kernels.cpu.arena import Arena, Lease
+from octavo.kernels.cpu.array import CpuArray
 from octavo.kernels.cpu.compiled import cpu
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput, padding_batch
 
 
 class Recording:
-    """Owns the tape, and for each buffer what its rows are: tokens, sampled positions or encoder tokens.
+    """Owns the tape, and the step whose sizes its buffers have.
 
-    The tape holds this backend's operations only. A torch operation would run once, while recording, on uninitialised
-    memory, and not in replays; so torch operations other than views raise an error.
+    The tape holds this backend's operations only. Any other would run once, while recording, on uninitialised memory,
+    and not in replays; so arrays have none.
     """
 
-    def __init__(self, arena: Arena, largest: BatchSize) -> None:
+    def __init__(self, arena: Arena, largest: BatchSize, kernels: ArrayMaker) -> None:
         self.tape = cpu.Tape()
         self._arena = arena
         # Only the shapes and identities of its arrays are used: each step has its own arrays.
-        self.batch = padding_batch(largest)
+        self.batch = padding_batch(largest, kernels)
         self._sampled = largest.sampled
-        #: By the address of a buffer; others (made by the caller) have a row for each token.
-        self._rows: dict[int, Any] = {}
-        #: Addresses of buffers that hold what adapters add to a product.
-        self._deltas: set[int] = set()
 
     def record(self, forward: Forward) -> ForwardOutput:
-        """Calls ``forward`` and records its operations.
+        """Calls ``forward`` and records its operations."""
+        return forward(self.batch)
 
-        Raises:
-            UnrecordableError: it calls a torch operation that is not a view.
-        """
-        with _OnlyViews():
-            return forward(self.batch)
-
-    def is_positions(self, ids: Tensor) -> bool:
+    def is_positions(self, ids: CpuArray) -> bool:
         """Whether these are the step's positions, and not its token ids.
 
         Raises:
@@ -51,33 +41,30 @@ class Recording:
             raise UnrecordableError("the ids of a recorded embedding must be the step's token ids or positions")
         return ids is self.batch.positions
 
-    def rows_of(self, x: Tensor) -> Any:
-        """What the rows of x are, a ``cpu.Rows``."""
-        return self._rows.get(x.untyped_storage().data_ptr(), cpu.Rows.tokens)
+    def rows_of(self, x: CpuArray) -> Any:
+        """What the rows of x are, a ``cpu.Rows``: of arrays that the caller made, the step's tokens."""
+        return x.owner.rows if isinstance(x.owner, Lease) else cpu.Rows.tokens
 
-    def new(self, shape: tuple[int, ...], dtype: torch.dtype, rows: Any) -> Tensor:
+    def new(self, shape: tuple[int, ...], dtype: DType, rows: Any) -> CpuArray:
         """A buffer with these rows as its first dimension."""
-        out = self._arena.take(shape, dtype)
-        self._deltas.discard(out.untyped_storage().data_ptr())
-        self._rows[out.untyped_storage().data_ptr()] = rows
-        return out
+        return self._arena.take(shape, dtype, rows)
 
-    def mark_delta(self, x: Tensor) -> None:
+    def mark_delta(self, x: CpuArray) -> None:
         """Says that a buffer holds what adapters add, and nothing in steps without adapters."""
-        self._deltas.add(x.untyped_storage().data_ptr())
+        x.owner.is_delta = True
 
-    def take_delta(self, x: Tensor) -> bool:
+    def take_delta(self, x: CpuArray) -> bool:
         """Whether it is such a buffer; from now on it is one like others, which may get the product's result."""
-        address = x.untyped_storage().data_ptr()
-        found = address in self._deltas
-        self._deltas.discard(address)
-        return found
+        if not isinstance(x.owner, Lease) or not x.owner.is_delta:
+            return False
+        x.owner.is_delta = False
+        return True
 
-    def new_sampled(self, like: Tensor) -> Tensor:
+    def new_sampled(self, like: CpuArray) -> CpuArray:
         """A buffer for the sampled rows of ``like``."""
         return self.new((self._sampled, *like.shape[1:]), like.dtype, cpu.Rows.sampled)
 
-    def append(self, op: Any, x: Tensor) -> None:
+    def append(self, op: Any, x: CpuArray) -> None:
         """Records an operation over the rows of x."""
         self.tape.append(op, self.rows_of(x))
 
@@ -102,39 +89,16 @@ def step_of(batch: ForwardBatch) -> Any:
         len(batch.token_ids),
         len(batch.seq_lens),
         batch.num_decodes,
-        batch.token_ids.data_ptr(),
-        batch.positions.data_ptr(),
-        slots.data_ptr(),
-        batch.query_start_loc.data_ptr(),
-        batch.seq_lens.data_ptr(),
-        tables.data_ptr(),
-        tables.stride(1),
-        tables.stride(0),
-        slots.stride(0),
+        batch.token_ids.address,
+        batch.positions.address,
+        slots.address,
+        batch.query_start_loc.address,
+        batch.seq_lens.address,
+        tables.address,
+        tables.strides[1],
+        tables.strides[0],
+        slots.strides[0],
         len(batch.sampled_rows),
-        batch.sampled_rows.data_ptr(),
-        adapters=batch.adapters.data_ptr() if batch.has_adapters else 0,
+        batch.sampled_rows.address,
+        adapters=batch.adapters.address if batch.has_adapters else 0,
     )
-
-
-class _OnlyViews(TorchDispatchMode):
-    """Allows views and raises an error for every other torch operation."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Torch's hook: if true, the first operation imports torch's compiler, unused here, for over a second."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _is_view(func):
-            raise UnrecordableError(
-                f"{func} was called while a step is recorded: the tape of the CPU kernels cannot hold it, and would "
-                "leave it out of every step; use an operation of Kernels, or Kernels.host_call"
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def _is_view(func: Any) -> bool:
-    """Whether the operation returns a view of its argument and writes nothing."""
-    aliases = [result.alias_info for result in func._schema.returns]
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)

@@ -6,10 +6,10 @@ Each row is computed by one thread: its result depends neither on the other rows
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from octavo.core.dtypes import DType
+from octavo.kernels.cpu.array import CpuArray
 from octavo.kernels.cpu.compiled import cpu
 from octavo.kernels.sampling import FILTERS, HostLogprobs, SamplingBackend, as_position_logprobs, mask_words
 
@@ -64,30 +64,45 @@ class CompiledSampling(SamplingBackend):
         filters, keys = self._plain
         self._addresses = filters.ctypes.data, keys.ctypes.data, 0, self._out.ctypes.data
 
-    def choose_most_likely(self, logits: Tensor) -> Tensor:
+    def prepare(self, logits: CpuArray) -> CpuArray:
+        """They are so already."""
+        if logits.dtype is not DType.FLOAT32 or (len(logits) and logits.strides[1] != 1):
+            raise ValueError(f"logits must be float32 and contiguous in the last dimension, not {logits}")
+        return logits
+
+    def copy_rows(self, logits: CpuArray, rows: NDArray[np.int64]) -> CpuArray:
+        """See ``SamplingBackend``."""
+        return CpuArray.over(logits.numpy()[rows])
+
+    def edit_rows(self, logits: CpuArray, rows: list[int]) -> dict[int, NDArray[np.float32]]:
+        """Views of the logits."""
+        values = logits.numpy()
+        return {row: values[row] for row in rows}
+
+    def choose_most_likely(self, logits: CpuArray) -> NDArray[np.int64]:
         """See ``SamplingBackend``."""
         rows, vocab = logits.shape
         if rows > self._rows:
             self._make_plain(2 * rows)
-        cpu.choose_tokens(logits.data_ptr(), logits.stride(0), rows, vocab, *self._addresses)
-        return torch.from_numpy(self._out[:rows].copy())
+        cpu.choose_tokens(logits.address, logits.strides[0], rows, vocab, *self._addresses)
+        return self._out[:rows].copy()
 
     def choose(
         self,
-        logits: Tensor,
+        logits: CpuArray,
         filters: NDArray[np.void],
         keys: NDArray[np.uint32],
         mask: NDArray[np.uint32] | None = None,
-    ) -> Tensor:
+    ) -> NDArray[np.int64]:
         """See ``SamplingBackend``."""
-        return torch.from_numpy(choose_tokens(logits.numpy(), filters, keys, mask))
+        return choose_tokens(logits.numpy(), filters, keys, mask)
 
     def logprobs(
-        self, logits: Tensor, indices: NDArray[np.int64], tokens: Tensor, counts: NDArray[np.int64]
+        self, logits: CpuArray, indices: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> HostLogprobs:
         """See ``SamplingBackend``."""
         vocab = logits.shape[1]
-        counts, known = np.minimum(counts, vocab), np.maximum(tokens.numpy(), 0)
+        counts, known = np.minimum(counts, vocab), np.maximum(tokens, 0)
         found, ranks, top_ids, top_found = token_logprobs(logits.numpy(), indices, known, counts)
         return HostLogprobs(as_position_logprobs(known, found, ranks, counts, top_ids, top_found, vocab))
 

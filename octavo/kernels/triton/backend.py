@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.kv_spec import KVSpec
-from octavo.kernels.cache import LayerCache, torch_dtype
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.experts import PackedExperts
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
-from octavo.kernels.interface import AttentionSpec, Kernels
-from octavo.kernels.packed_weight import PackedWeight, stack_rows
+from octavo.kernels.interface import AttentionSpec
+from octavo.kernels.packed_weight import PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
+from octavo.kernels.torch_arrays import torch_dtype
+from octavo.kernels.torch_kernels import TorchKernels, stack_rows
 from octavo.kernels.triton import attention, cache, experts, norm, rotary_cache
 from octavo.kernels.triton.embedding import embedding
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward
@@ -24,7 +28,7 @@ from octavo.kernels.triton.quantize import quantize
 from octavo.kernels.triton.sampling_backend import TritonSampling
 
 
-class TritonKernels(Kernels):
+class TritonKernels(TorchKernels):
     """Kernels for one GPU; under Triton's interpreter, for tests, they compute on the CPU.
 
     ``deterministic`` computes products and attention in an order that does not depend on the batch, so that a row's
@@ -79,7 +83,7 @@ class TritonKernels(Kernels):
 
     def _make_graphs(self, forward: Forward, largest: BatchSize) -> GraphedForward:
         sizes, adapters = self._graph_sizes, self.adapters.count > 0
-        return GraphedForward(forward, CudaGraphs(), largest, device=self.device, sizes=sizes, adapters=adapters)
+        return GraphedForward(forward, CudaGraphs(), largest, self, sizes=sizes, adapters=adapters)
 
     def make_sampling_backend(self, vocab_size: int) -> TritonSampling:
         """On the device: only the results are copied to the host."""
@@ -123,23 +127,25 @@ class TritonKernels(Kernels):
 
     def pack(
         self,
-        parts: Sequence[Tensor | QuantizedRows],
-        bias: Tensor | None = None,
+        parts: Sequence[np.ndarray | QuantizedRows],
+        bias: np.ndarray | None = None,
         quantization: str | None = None,
         *,
+        dtype: DType,
         gated: bool = False,
         pieces: int = 1,
     ) -> PackedWeight:
-        """Stacks the tensors, or quantises them to "int8", "int4" or "fp8"."""
-        tensors = [part for part in parts if isinstance(part, Tensor)]
-        if len(tensors) < len(parts):
+        """Stacks the matrices on the device, or quantises them there to "int8", "int4" or "fp8"."""
+        matrices = [part for part in parts if isinstance(part, np.ndarray)]
+        if len(matrices) < len(parts):
             raise ConfigError(
                 "the triton backend has no products in a file's bits: it cannot serve quantization='gguf'"
             )
-        weight = stack_rows(tensors)
+        weight = stack_rows(matrices, self, dtype)
+        added = None if bias is None else self.array(bias, dtype)
         if quantization in (None, "gguf"):
-            return TritonDenseWeight(weight, bias, gated, self.deterministic)
-        return TritonQuantizedWeight(quantize(weight, str(quantization), bias), gated, self.deterministic)
+            return TritonDenseWeight(weight, added, gated, self.deterministic)
+        return TritonQuantizedWeight(quantize(weight, str(quantization), added), gated, self.deterministic)
 
     def pack_experts(
         self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
@@ -161,11 +167,11 @@ class TritonKernels(Kernels):
         weight: Tensor,
         eps: float,
         *,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: DType | None = None,
         add: Tensor | None = None,
     ) -> Tensor:
         """One launch."""
-        return norm.rms_norm(x, weight, eps, out_dtype, add)
+        return norm.rms_norm(x, weight, eps, _torch(out_dtype), add)
 
     def layer_norm(
         self,
@@ -174,10 +180,10 @@ class TritonKernels(Kernels):
         bias: Tensor | None,
         eps: float,
         *,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: DType | None = None,
     ) -> Tensor:
         """One launch."""
-        return norm.layer_norm(x, weight, bias, eps, out_dtype)
+        return norm.layer_norm(x, weight, bias, eps, _torch(out_dtype))
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """Operations of torch, in place."""
@@ -195,3 +201,7 @@ class TritonKernels(Kernels):
     def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
         """Decodes with contexts split among programs, prefills in tiles of queries."""
         return attention.paged_attention(q, cache, batch, spec, deterministic=self.deterministic)
+
+
+def _torch(dtype: DType | None) -> torch.dtype | None:
+    return None if dtype is None else torch_dtype(dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.kernels.cache import LayerCache, check_pairs
-from octavo.kernels.pinned import host_copy, host_empty
+from octavo.kernels.torch_pinned import host_copy, host_empty
 
 #: Types of caches without scales.
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)

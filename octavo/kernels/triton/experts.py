@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.kernels.experts import PackedExperts
 from octavo.kernels.packed_weight import PackedWeight
@@ -169,7 +170,7 @@ class TritonExperts(PackedExperts):
         routed = experts.shape[1] - len(self.shared)
         out = self._routed(x, experts[:, :routed], weights[:, :routed].contiguous(), add)
         for i, (gate_up, down) in enumerate(self.shared):
-            out += down(gate_up(x, activation="silu"), torch.float32) * weights[:, routed + i, None]
+            out += down(gate_up(x, activation="silu"), DType.FLOAT32) * weights[:, routed + i, None]
         return out
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor, add: Tensor | None) -> Tensor:

@@ -12,10 +12,12 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.kernels.arrays import ArrayMaker
 from octavo.kernels.forward_batch import ARRAYS, BatchSize, Forward, ForwardBatch, ForwardOutput, padding_batch
 
 logger = logging.getLogger("octavo")
@@ -45,8 +47,8 @@ class GraphedForward:
         forward: Forward,
         record: Record,
         largest: BatchSize,
+        kernels: ArrayMaker,
         *,
-        device: torch.device | str,
         sizes: Sequence[int] | None = None,
         adapters: bool = False,
     ) -> None:
@@ -63,7 +65,7 @@ class GraphedForward:
         self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], ForwardOutput]] = {}
         self._filled = 0
         rows = largest.sequences
-        self._inputs = padding_batch(replace(largest, tokens=rows, sampled=rows), device)
+        self._inputs = padding_batch(replace(largest, tokens=rows, sampled=rows), kernels)
         #: Seconds that capturing has taken so far.
         self.capture_seconds = 0.0
 
@@ -115,7 +117,7 @@ class GraphedForward:
 
     def _fill(self, batch: ForwardBatch, rows: int) -> None:
         """Copies the step's inputs to the graphs' buffers, and clears rows that a larger step has filled."""
-        pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for array, buffer, given in zip(ARRAYS, self._inputs.arrays(), batch.arrays(), strict=True):
             if array.padding is not None:  # else the values are the indices in every decode step
                 targets, sources = pairs.setdefault(array.dtype, ([], []))

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.kernels.packed_weight import Activation, PackedWeight
+from octavo.kernels.torch_arrays import torch_dtype
 from octavo.kernels.triton.activation import activate
+from octavo.kernels.triton.embedding import embedding
 from octavo.kernels.triton.matmul import matmul
 from octavo.kernels.triton.quant import quantized_gated, quantized_matmul
 from octavo.kernels.triton.quantize import COLUMNS, TritonQuantizedLinear
@@ -32,17 +35,26 @@ class TritonDenseWeight(PackedWeight):
     def __call__(
         self,
         x: Tensor,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: DType | None = None,
         add: Tensor | None = None,
         activation: Activation | None = None,
     ) -> Tensor:
         """The product, and the activation in another launch."""
-        out_dtype = out_dtype or x.dtype
+        dtype = x.dtype if out_dtype is None else torch_dtype(out_dtype)
         x = x.to(self.weight.dtype)
         if activation is None:
-            return self._product(x, out_dtype, add)
+            return self._product(x, dtype, add)
         product = self._product(x, x.dtype, add)
-        return activate(product, activation, gated=self.gated).to(out_dtype)
+        return activate(product, activation, gated=self.gated).to(dtype)
+
+    @property
+    def has_rows(self) -> bool:  # type: ignore[override]
+        """All but gated ones, whose rows are never looked up."""
+        return not self.gated
+
+    def rows(self, ids: Tensor, first: int, *, scale: float, dtype: DType) -> Tensor:
+        """One launch."""
+        return embedding(ids, self.weight, first, scale, None)
 
     def _product(self, x: Tensor, dtype: torch.dtype, add: Tensor | None) -> Tensor:
         if self.deterministic:
@@ -68,12 +80,12 @@ class TritonQuantizedWeight(PackedWeight):
     def __call__(
         self,
         x: Tensor,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: DType | None = None,
         add: Tensor | None = None,
         activation: Activation | None = None,
     ) -> Tensor:
         """One launch for a gated product if nothing is added and the outputs fill whole tiles."""
-        dtype = out_dtype or x.dtype
+        dtype = x.dtype if out_dtype is None else torch_dtype(out_dtype)
         if activation is None:
             return quantized_matmul(x, self.codes, dtype, add, deterministic=self.deterministic)
         if self.gated and add is None and self.codes.outputs % COLUMNS == 0:

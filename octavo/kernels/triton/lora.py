@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.lora import Adapters, LowRank, LowRankEmbedding, LowRankPart, LowRankShape, check_part
+from octavo.kernels.lora import LowRank, LowRankEmbedding, LowRankPart, LowRankShape, check_part
+from octavo.kernels.torch_arrays import torch_dtype
+from octavo.kernels.torch_lora import TorchAdapters
 from octavo.kernels.triton.experts import sort_pairs
 from octavo.kernels.triton.lora_adapter import TritonAdapter, pad, rank_blocks
 from octavo.kernels.triton.rounding import rounded
@@ -208,7 +210,7 @@ def _lookup_kernel(
             tl.store(out_ptrs, tl.load(out_ptrs, inside, other=0.0) + total, inside)
 
 
-class TritonAdapters(Adapters):
+class TritonAdapters(TorchAdapters):
     """With the tiles of the step's rows, which all layers share."""
 
     def __init__(self, device: torch.device, *, deterministic: bool) -> None:
@@ -252,10 +254,11 @@ class TritonLowRank(LowRank):
         super().__init__(shape)
         self._adapters, self._sampled = adapters, sampled
         self._starts = [0, *itertools.accumulate(self.outputs)]
+        self._type = torch_dtype(self.dtype)
         self._rank, self._block = rank_blocks(self.max_rank)
         device, parts = adapters.device, len(self.outputs)
-        self._down = torch.zeros((shape.slots, parts, self._rank, self.inputs), dtype=self.dtype, device=device)
-        self._up = torch.zeros((shape.slots, self._starts[-1], self._rank), dtype=self.dtype, device=device)
+        self._down = torch.zeros((shape.slots, parts, self._rank, self.inputs), dtype=self._type, device=device)
+        self._up = torch.zeros((shape.slots, self._starts[-1], self._rank), dtype=self._type, device=device)
         #: Of each slot's parts, 0 where it has none; the last row is that of rows without an adapter.
         self._ranks = torch.zeros((shape.slots + 1, parts), dtype=torch.int32, device=device)
         tiles = [
@@ -292,7 +295,7 @@ class TritonLowRank(LowRank):
         out = torch.empty((rows, columns), dtype=torch.float32, device=x.device) if add is None else add
         if not rows:
             return out
-        x = x.to(self.dtype)
+        x = x.to(self._type)
         depth = 64 if self.dtype.itemsize == 2 else 32
         blocks = triton.cdiv(self.inputs, depth)
         piece = triton.cdiv(blocks, min(_MOST_PIECES, triton.cdiv(blocks, _PIECE_BLOCKS)))
@@ -342,9 +345,10 @@ class TritonLowRankEmbedding(LowRankEmbedding):
         """See ``Adapters.make_low_rank_embedding``."""
         super().__init__(shape)
         self._adapters = adapters
+        self._type = torch_dtype(self.dtype)
         self._rank, self._block = rank_blocks(self.max_rank)
-        self._down = torch.zeros((shape.slots, self.rows, self._rank), dtype=self.dtype, device=adapters.device)
-        self._up = torch.zeros((shape.slots, self.outputs, self._rank), dtype=self.dtype, device=adapters.device)
+        self._down = torch.zeros((shape.slots, self.rows, self._rank), dtype=self._type, device=adapters.device)
+        self._up = torch.zeros((shape.slots, self.outputs, self._rank), dtype=self._type, device=adapters.device)
         self._ranks = torch.zeros(shape.slots, dtype=torch.int32, device=adapters.device)
 
     def pack(self, part: LowRankPart) -> TritonAdapter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.plan import PositionLogprobs
-from octavo.kernels.pinned import host_copy, host_empty
-from octavo.kernels.sampling import HostCopy, SamplingBackend, as_position_logprobs, as_rows
+from octavo.kernels.sampling import SamplingBackend, as_position_logprobs
+from octavo.kernels.torch_pinned import host_copy, host_empty
+from octavo.kernels.torch_sampling import HostCopy, as_rows
 from octavo.kernels.triton.logprobs import token_logprobs, unpack
 from octavo.kernels.triton.sampling import choose_tokens
 
@@ -50,6 +52,29 @@ class TritonSampling(SamplingBackend):
         """See ``SamplingBackend``; a copy, so the array may change."""
         staged = torch.from_numpy(values)
         return (host_copy(staged) if self._pinned else staged.clone()).to(self._device, non_blocking=True)
+
+    def fetch(self, tokens: Tensor) -> Callable[[], NDArray[np.int64]]:
+        """Beside the device's work."""
+        copy = HostCopy(tokens)
+        return lambda: copy.wait().numpy()
+
+    def select(self, tokens: Tensor, indices: NDArray[np.int64]) -> Tensor:
+        """See ``SamplingBackend``."""
+        return tokens[self.to_device(indices)]
+
+    def copy_rows(self, logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
+        """See ``SamplingBackend``."""
+        return logits[self.to_device(rows)]
+
+    def edit_rows(self, logits: Tensor, rows: list[int]) -> dict[int, NDArray[np.float32]]:
+        """Copies."""
+        copies = self.copy_rows(logits, np.array(rows, np.int64)).cpu().numpy()
+        return dict(zip(rows, copies, strict=True))
+
+    def put_rows(self, logits: Tensor, edited: dict[int, NDArray[np.float32]]) -> None:
+        """So that all rows are sampled by the same kernels."""
+        values = torch.from_numpy(np.stack(list(edited.values())))
+        logits[self.to_device(np.array(list(edited), np.int64))] = values.to(logits.device)
 
     def choose_most_likely(self, logits: Tensor) -> Tensor:
         """See ``SamplingBackend``."""

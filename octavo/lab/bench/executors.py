@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from octavo.core.config import EngineConfig
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult, TableChange
@@ -35,7 +33,7 @@ class StepCost:
 class EchoRunner:
     """Stands for a ``ModelRunner`` that takes no time: each sequence samples token 1."""
 
-    device = torch.device("cpu")
+    device_name = "cpu"
 
     def submit(self, plan: StepPlan, sampled: dict[int, list[int]] | None = None) -> EchoRunner:
         """Keeps the plan."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def limits_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
     """Peak rates of the device, which other figures are shares of."""
-    from octavo.kernels.device_limits import measure_device
+    from octavo.kernels.torch_limits import measure_device
 
     found = measure_device(scale.device, scale.copied_bytes, scale.product_size)
     size, n = f"{scale.copied_bytes / 1e9:.4g} GB", scale.product_size
@@ -38,21 +38,20 @@ def limits_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
 
 def kernels_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
     """Each kernel alone, at the shapes of a model."""
-    import torch
-
+    from octavo.core.dtypes import DType
     from octavo.kernels import load_kernels
     from octavo.lab.bench.kernel_cases import Shapes, Types, attention_cases, linear_cases
     from octavo.lab.bench.kernels import measure_case
     from octavo.loader.resolve import resolve_model
     from octavo.models.config_files import read_model_config
 
-    config, device = read_model_config(resolve_model(shape)), torch.device(scale.device)
+    config = read_model_config(resolve_model(shape))
     kernels = load_kernels(scale.kernels, scale.device, head_dim=config.head_dim)
     shapes = Shapes(list(scale.rows), [scale.attention], [scale.prefill])
     unknown = float("inf")
 
     def row(case: KernelCase) -> Iterator[Row]:
-        f = measure_case(kernels, case, device, lambda _: (peak.gb_s or unknown, peak.tflops * 1e3 or unknown))
+        f = measure_case(kernels, case, scale.device, lambda _: (peak.gb_s or unknown, peak.tflops * 1e3 or unknown))
         yield (
             _case_name(case),
             f.share_of_limit or None,
@@ -61,9 +60,9 @@ def kernels_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
             f"{peak.tflops:.4g} TFLOP/s; {f.microseconds:.1f} us a call",
         )
 
-    with torch.inference_mode():
+    with kernels.mode():
         for cases in (attention_cases, linear_cases):
-            for case in cases(kernels, config, Types(torch.bfloat16), shapes, device):
+            for case in cases(kernels, config, Types(DType.BFLOAT16), shapes):
                 yield from each([(_case_name(case), partial(row, case))])
 
 

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from octavo.core.dtypes import DType, rounded
+from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.arrays import Array
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput, make_batch
 from octavo.kernels.interface import AttentionSpec, Kernels
 from octavo.kernels.lora import LowRank, LowRankPart, LowRankShape
@@ -40,7 +43,7 @@ class Types:
     """Types of activations, weights and KV cache."""
 
     #: Of activations, and of weights that are not quantised.
-    dtype: torch.dtype
+    dtype: DType
     #: "int8", "int4" or "fp8"; None: not quantised.
     quantization: str | None = None
     #: Of the KV cache, as in ``EngineConfig.kv_cache_dtype``.
@@ -48,8 +51,7 @@ class Types:
 
     def network(self, config: ModelConfig) -> Network:
         """The network in these types, without memory for its weights."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return build_without_weights(config, dtype, self.quantization, self.kv_cache_dtype)
+        return build_without_weights(config, self.dtype, self.quantization, self.kv_cache_dtype)
 
 
 def cpu_shapes(rows: list[int]) -> Shapes:
@@ -83,13 +85,11 @@ class KernelCase:
     arithmetic: str = "float32"
 
 
-def linear_cases(
-    kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
-) -> Iterator[KernelCase]:
+def linear_cases(kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes) -> Iterator[KernelCase]:
     """The matrix products of a layer and of the head, made one at a time as their tensors are large."""
     for name, weights in _layers(c, types, head=True).items():
         for use in _USES.get(name, [""]):
-            yield from _linear_cases(kernels, name, weights, use, types.dtype, shapes.rows, device)
+            yield from _linear_cases(kernels, name, weights, use, types.dtype, shapes.rows)
 
 
 def _layers(c: ModelConfig, types: Types, *, head: bool = False) -> dict[str, list[Weight]]:
@@ -110,9 +110,8 @@ def _linear_cases(
     name: str,
     weights: list[Weight],
     use: str,
-    dtype: torch.dtype,
+    dtype: DType,
     rows: list[int],
-    device: torch.device,
 ) -> Iterator[KernelCase]:
     """The product of one layer, for each number of rows."""
     weight = weights[0]
@@ -120,18 +119,18 @@ def _linear_cases(
     kind = weight.dtype if weight.dtype in ("int8", "int4", "fp8") else None
     packed = []
     for _ in weights:
-        values = _random(outputs, inputs, dtype=dtype, device=device)
-        parts = values.chunk(2) if use == "gated" else [values]
-        packed.append(kernels.pack(parts, quantization=kind, gated=use == "gated", pieces=weight.pieces))
+        values = _random(outputs, inputs, dtype=dtype)
+        parts = np.split(values, 2) if use == "gated" else [values]
+        packed.append(kernels.pack(parts, None, kind, dtype=dtype, gated=use == "gated", pieces=weight.pieces))
     for count in rows:
-        x = _random(count, inputs, dtype=dtype, device=device)
+        x = kernels.array(_random(count, inputs, dtype=dtype))
         options: dict[str, Any] = {}
         if use == "gated":
             options = {"activation": "silu"}
         elif use == "added":
-            options = {"out_dtype": torch.float32, "add": torch.zeros(count, outputs, device=device)}
+            options = {"out_dtype": DType.FLOAT32, "add": kernels.zeros((count, outputs), DType.FLOAT32)}
         elif weight.kind == "head":
-            options = {"out_dtype": torch.float32}
+            options = {"out_dtype": DType.FLOAT32}
         yield KernelCase(
             f"linear {name}{use and ', ' + use}",
             f"{outputs} x {inputs}",
@@ -140,22 +139,20 @@ def _linear_cases(
             2.0 * outputs * inputs * count,
             len(weights),
             _repeated(packed, x, options),
-            _decodes(count, 1, device),
+            _decodes(kernels, count, 1),
             arithmetic="int8" if kind in ("int8", "int4") else _name(dtype),
         )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return "bfloat16" if dtype == torch.bfloat16 else "float32"
+def _name(dtype: DType) -> str:
+    return "bfloat16" if dtype is DType.BFLOAT16 else "float32"
 
 
 #: Adapters of the low-rank products, and their rank.
 _ADAPTERS, _RANK = 8, 16
 
 
-def low_rank_cases(
-    kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
-) -> Iterator[KernelCase]:
+def low_rank_cases(kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes) -> Iterator[KernelCase]:
     """What adapters add to each product of a layer: each row has one of several, in turn."""
     for name, weights in _layers(c, types).items():
         outputs, inputs = weights[0].shape
@@ -163,18 +160,15 @@ def low_rank_cases(
         for _ in weights:
             product = kernels.adapters.make_low_rank(LowRankShape(inputs, (outputs,), _ADAPTERS, _RANK, types.dtype))
             for slot in range(_ADAPTERS):
-                down, up = (
-                    _random(*shape, dtype=types.dtype, device=torch.device("cpu"))
-                    for shape in ((_RANK, inputs), (outputs, _RANK))
-                )
+                down, up = (_random(*shape, dtype=types.dtype) for shape in ((_RANK, inputs), (outputs, _RANK)))
                 product.place(slot, product.pack([LowRankPart(down, up)]))
             products.append(product)
         for rows in shapes.rows:
-            x = _random(rows, inputs, dtype=types.dtype, device=device)
+            x = kernels.array(_random(rows, inputs, dtype=types.dtype))
 
             def forward(
                 batch: ForwardBatch,
-                x: Tensor = x,
+                x: Array = x,
                 products: list[LowRank] = products,
             ) -> ForwardOutput:
                 kernels.adapters.begin(batch)
@@ -192,14 +186,12 @@ def low_rank_cases(
                 2.0 * numbers * rows,
                 len(products),
                 forward,
-                _decodes(rows, 1, device, [row % _ADAPTERS for row in range(rows)]),
+                _decodes(kernels, rows, 1, [row % _ADAPTERS for row in range(rows)]),
                 arithmetic=_name(types.dtype),
             )
 
 
-def expert_cases(
-    kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
-) -> Iterator[KernelCase]:
+def expert_cases(kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes) -> Iterator[KernelCase]:
     """The experts of each layer, of which each row has as many random ones as a token of the model."""
     layers: dict[str, list[Weight]] = {}
     for weight in matrices(types.network(c)):
@@ -210,26 +202,25 @@ def expert_cases(
     gate_up, down = next(iter(layers.values()))[:2]
     count = len(next(iter(layers.values()))) // 2
     slots = round(count * gate_up.active)
-    values = [_random(*weight.shape, dtype=types.dtype, device=device) for weight in (gate_up, down)]
+    values = [_random(*weight.shape, dtype=types.dtype) for weight in (gate_up, down)]
+    kind, dtype = types.quantization, types.dtype
     packed = []
     for _ in layers:
         pairs = [
             (
-                kernels.pack(values[0].chunk(2), quantization=types.quantization, gated=True),
-                kernels.pack([values[1]], quantization=types.quantization, pieces=down.pieces),
+                kernels.pack(np.split(values[0], 2), None, kind, dtype=dtype, gated=True),
+                kernels.pack([values[1]], None, kind, dtype=dtype, pieces=down.pieces),
             )
             for _ in range(count)
         ]
         packed.append(kernels.pack_experts([first for first, _ in pairs], [second for _, second in pairs]))
     for rows in shapes.rows:
-        x = _random(rows, gate_up.shape[1], dtype=types.dtype, device=device)
-        chosen = torch.rand(rows, count, device=device).argsort(1)[:, :slots].int().contiguous()
-        weights = torch.full((rows, slots), 1 / slots, device=device)
-        add = torch.zeros(rows, down.shape[0], device=device)
+        x = kernels.array(_random(rows, gate_up.shape[1], dtype=dtype))
+        chosen = np.ascontiguousarray(_RNG.random((rows, count)).argsort(1)[:, :slots], np.int32)
+        weights = np.full((rows, slots), 1 / slots, np.float32)
+        rest = kernels.array(chosen), kernels.array(weights), kernels.zeros((rows, down.shape[0]), DType.FLOAT32)
 
-        def forward(
-            batch: ForwardBatch, x: Tensor = x, rest: tuple[Tensor, ...] = (chosen, weights, add)
-        ) -> ForwardOutput:
+        def forward(batch: ForwardBatch, x: Array = x, rest: tuple[Array, ...] = rest) -> ForwardOutput:
             for experts in packed:
                 out = experts(x, *rest)
             return ForwardOutput(out)
@@ -240,20 +231,23 @@ def expert_cases(
             "experts",
             f"{slots} of {count}, {down.shape[0]} x {down.shape[1]}",
             rows,
-            len(chosen.unique()) * size,
+            len(np.unique(chosen)) * size,
             2.0 * elements * slots * rows,
             len(layers),
             forward,
-            _decodes(rows, 1, device),
+            _decodes(kernels, rows, 1),
             arithmetic="int8" if types.quantization in ("int8", "int4") else _name(types.dtype),
         )
 
 
-def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype)
+_RNG = np.random.default_rng(0)
 
 
-def _repeated(packed: list[PackedWeight], x: Tensor, options: dict[str, Any]) -> Forward:
+def _random(*shape: int, dtype: DType) -> np.ndarray:
+    return rounded(_RNG.standard_normal(shape, np.float32), dtype)
+
+
+def _repeated(packed: list[PackedWeight], x: Array, options: dict[str, Any]) -> Forward:
     def forward(batch: ForwardBatch) -> ForwardOutput:
         for weight in packed:
             out = weight(x, **options)
@@ -262,21 +256,19 @@ def _repeated(packed: list[PackedWeight], x: Tensor, options: dict[str, Any]) ->
     return forward
 
 
-def attention_cases(
-    kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes, device: torch.device
-) -> Iterator[KernelCase]:
+def attention_cases(kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes) -> Iterator[KernelCase]:
     """Attention of decodes, then of prefills, one case at a time."""
     network = types.network(c)
     spec = network.kv_specs[0]
     token_bytes = spec.bytes_per_token
     pair_flops = 2.0 * c.num_heads * (spec.head_dim + (_latent_value(network) or spec.head_dim))
     for sequences, context in shapes.decodes:
-        batch = _decodes(sequences, context, device)
+        batch = _decodes(kernels, sequences, context)
         yield _attention_case(
             kernels, network, types, f"{sequences} x {context}", batch, sequences * context, token_bytes, pair_flops
         )
     for length in shapes.prefills:
-        batch = _one_prefill(length, device)
+        batch = _one_prefill(kernels, length)
         pairs = length * (length + 1) // 2
         yield _attention_case(
             kernels, network, types, f"prefill {length}", batch, length, token_bytes, pair_flops * pairs / length
@@ -293,24 +285,41 @@ def _attention_case(
     token_bytes: float,
     token_flops: float,
 ) -> KernelCase:
-    blocks = int(batch.block_tables.max()) + 1
-    device, rows = batch.positions.device, len(batch.positions)
+    blocks = int(kernels.to_numpy(batch.block_tables).max()) + 1
+    rows = len(batch.positions)
     # One layer exceeds a GPU's caches; the KV cache of all layers might not fit its memory.
-    c, layers = network.config, len(network.kv_specs) if device.type == "cpu" else 1
+    c, layers = network.config, len(network.kv_specs) if kernels.name == "cpu" else 1
     caches = kernels.make_group_cache(network.kv_specs[0], layers, blocks, BLOCK)
-    for cache in caches:  # unwritten pages would all map to one zero page
-        for part in (cache.key, cache.value):
-            part.copy_(torch.ones((), dtype=part.dtype, device=device).expand_as(part))
+    _fill(kernels, caches, network.kv_specs[0], _latent_value(network), types.dtype, blocks)
     spec = AttentionSpec(c.head_dim**-0.5, value_dim=_latent_value(network))
-    q = _random(rows, c.num_heads, network.kv_specs[0].head_dim, dtype=types.dtype, device=device)
+    q = kernels.array(_random(rows, c.num_heads, network.kv_specs[0].head_dim, dtype=types.dtype))
 
     def forward(step: ForwardBatch) -> ForwardOutput:
         for cache in caches:
             out = kernels.paged_attention(q, cache, step, spec)
-        return ForwardOutput(out.view(rows, -1))
+        return ForwardOutput(out.reshape(rows, -1))
 
     size, flops, arithmetic = tokens * token_bytes, tokens * token_flops, _name(types.dtype)
     return KernelCase("attention", shape, rows, size, flops, len(caches), forward, batch, True, arithmetic)
+
+
+#: Tokens whose random keys and values are written at once.
+_FILLED_AT_ONCE = 4096
+
+
+def _fill(
+    kernels: Kernels, caches: list[LayerCache], spec: KVSpec, latent: int | None, dtype: DType, blocks: int
+) -> None:
+    """Numbers of the size that real ones have: denormals would be slow, unwritten pages would all map to one."""
+    parts = (spec.head_dim,) * 2 if latent is None else (latent, spec.head_dim - latent)
+    tokens = blocks * BLOCK
+    k, v = (
+        kernels.array(_random(min(tokens, _FILLED_AT_ONCE), spec.num_kv_heads, width, dtype=dtype)) for width in parts
+    )
+    for start in range(0, tokens, _FILLED_AT_ONCE):
+        slots = np.arange(start, min(start + _FILLED_AT_ONCE, tokens))
+        for cache in caches:
+            kernels.reshape_and_cache(k[: len(slots)], v[: len(slots)], cache, kernels.wrap(slots))
 
 
 def _latent_value(network: Network) -> int | None:
@@ -319,13 +328,13 @@ def _latent_value(network: Network) -> int | None:
     return spec.head_dim - network.config.head_dim if spec.kind == "latent" else None
 
 
-def _decodes(sequences: int, context: int, device: torch.device, adapters: list[int] | None = None) -> ForwardBatch:
+def _decodes(kernels: Kernels, sequences: int, context: int, adapters: list[int] | None = None) -> ForwardBatch:
     """Sequences of ``context`` tokens each that decode the last one; their blocks are interleaved."""
     blocks = -(-context // BLOCK)
-    tables = torch.arange(blocks * sequences, dtype=torch.int32).view(blocks, sequences).t().contiguous()
-    return make_batch([1] * sequences, [context] * sequences, tables, BLOCK, adapters=adapters, device=device)
+    tables = np.arange(blocks * sequences, dtype=np.int32).reshape(blocks, sequences).T
+    return make_batch([1] * sequences, [context] * sequences, tables, BLOCK, kernels, adapters=adapters)
 
 
-def _one_prefill(length: int, device: torch.device) -> ForwardBatch:
-    tables = torch.arange(-(-length // BLOCK), dtype=torch.int32).view(1, -1)
-    return make_batch([length], [length], tables, BLOCK, device=device)
+def _one_prefill(kernels: Kernels, length: int) -> ForwardBatch:
+    tables = np.arange(-(-length // BLOCK), dtype=np.int32).reshape(1, -1)
+    return make_batch([length], [length], tables, BLOCK, kernels)

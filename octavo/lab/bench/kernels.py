@@ -8,10 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
-
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.device_limits import CpuLimits, cpu_read_gb_s, graphed, measure_cpu, seconds_per_call
+from octavo.kernels.cpu_limits import CpuLimits, cpu_read_gb_s, measure_cpu
 from octavo.kernels.forward_batch import BatchSize
 from octavo.kernels.interface import Kernels
 from octavo.lab.bench.kernel_cases import (
@@ -68,20 +66,19 @@ def measure(
     shapes: Shapes,
     *,
     limits: Limits,
-    device: torch.device | str = "cpu",
+    device: str = "cpu",
 ) -> Iterator[KernelFigures]:
     """Measures linear layers, adapters, experts, then decode and prefill attention, against the limits of each.
 
     Raises:
         ConfigError: the backend does not support such weights.
     """
-    device = torch.device(device)
     for cases in (linear_cases, low_rank_cases, expert_cases, attention_cases):
-        for case in cases(kernels, config, types, shapes, device):
+        for case in cases(kernels, config, types, shapes):
             yield measure_case(kernels, case, device, limits)
 
 
-def measure_case(kernels: Kernels, case: KernelCase, device: torch.device, limits: Limits) -> KernelFigures:
+def measure_case(kernels: Kernels, case: KernelCase, device: str, limits: Limits) -> KernelFigures:
     """Measures one kernel at one shape, and its limits right before and after it."""
     before, limit_gflops = limits(case)
     seconds = _seconds(kernels, case, device) / case.calls
@@ -101,9 +98,11 @@ def measure_case(kernels: Kernels, case: KernelCase, device: torch.device, limit
     )
 
 
-def _seconds(kernels: Kernels, case: KernelCase, device: torch.device) -> float:
+def _seconds(kernels: Kernels, case: KernelCase, device: str) -> float:
     """Median seconds of a run of all calls; a minimum would favour short cases on a busy machine."""
-    if device.type == "cuda":
+    if device == "cuda":
+        from octavo.kernels.torch_limits import graphed, seconds_per_call
+
         return seconds_per_call(graphed(lambda: case.forward(case.batch), device), device)
     replay = kernels.capture(case.forward, BatchSize(case.rows, 1, 1, 1, BLOCK))
     replay(case.batch)

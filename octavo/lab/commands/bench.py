@@ -174,7 +174,7 @@ def run(arguments: Arguments) -> int:
 def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.engine.llm import LLM
     from octavo.kernels import resolve_device
-    from octavo.kernels.device_limits import measure_device
+    from octavo.kernels.torch_limits import measure_device
     from octavo.lab.bench.offline import BatchFigures, make_batches, measure
     from octavo.lab.workloads.lengths import parse_inputs, parse_outputs
 

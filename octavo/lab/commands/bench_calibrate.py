@@ -14,7 +14,7 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
     """Measures steps of a model on this machine; the profile as JSON goes to ``stream``, if there is one."""
     from octavo.cli.machine import cpu_name, usable_cores
     from octavo.engine.llm import LLM
-    from octavo.kernels import resolve_device
+    from octavo.kernels import gpu_name, resolve_device
     from octavo.lab.bench.calibrate import calibrate, least_squares
     from octavo.lab.bench.calibrate_server import calibrate_server
     from octavo.lab.simulate.step_profile import format_profile
@@ -23,9 +23,7 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
     options = read_engine_config(arguments, model)
     device = f"{options.num_threads or usable_cores()} threads of {cpu_name()}"
     if resolve_device(options.device) != "cpu":
-        import torch
-
-        device = torch.cuda.get_device_name()
+        device = gpu_name()
     profile, _ = calibrate(
         LLM(**options.model_dump(exclude_unset=True)), device, rounds=arguments.rounds, seed=options.seed
     )

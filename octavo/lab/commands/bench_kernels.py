@@ -16,10 +16,8 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
     Raises:
         ConfigError: the model is quantised with several kinds of matrices.
     """
-    import torch
-
+    from octavo.core.dtypes import DType
     from octavo.kernels import load_kernels, resolve_device
-    from octavo.kernels.device_limits import measure_device
     from octavo.lab.bench.kernel_cases import KernelCase, Types, cpu_shapes, gpu_shapes
     from octavo.lab.bench.kernels import cpu_limits, measure
     from octavo.loader.resolve import resolve_model, weight_quantization
@@ -39,6 +37,8 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
             f"{peaks.int8_dot_gops:.0f} in dots of int8"
         )
     else:
+        from octavo.kernels.torch_limits import measure_device
+
         of_gpu = measure_device(device)
         gpu_limits = of_gpu.bandwidth_gb_s, of_gpu.bf16_tflops * 1e3
 
@@ -46,7 +46,7 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
             return gpu_limits
 
         known = f"reads {gpu_limits[0]:.1f} GB/s, computes {gpu_limits[1]:.0f} GFLOP/s"
-    dtype = torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)
+    dtype = DType.BFLOAT16 if options.dtype == "auto" else DType(options.dtype)
     quantization = weight_quantization(options, kernels.name, config.quantization)
     if quantization not in (None, "int8", "int4", "fp8"):
         raise ConfigError(
@@ -54,7 +54,7 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
             "or none"
         )
     types = Types(dtype, quantization, options.kv_cache_dtype)
-    with torch.inference_mode():
+    with kernels.mode():
         show(
             measure(
                 kernels,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from octavo.core.errors import AdapterError, OctavoError
 from octavo.kernels.gguf_rows import dequantize
@@ -87,7 +86,7 @@ def read_pairs(file: GGUFFile, targets: AdapterTargets) -> list[LoraPair]:
     return pairs
 
 
-def read_values(file: GGUFFile) -> dict[str, Tensor]:
+def read_values(file: GGUFFile) -> dict[str, np.ndarray]:
     """All tensors of the file, float32.
 
     Raises:
@@ -95,7 +94,7 @@ def read_values(file: GGUFFile) -> dict[str, Tensor]:
     """
     try:
         return {
-            name: dequantize(tensor.type.name, file.read_rows(tensor)).view(tensor.shape)
+            name: dequantize(tensor.type.name, file.read_rows(tensor)).reshape(tensor.shape)
             for name, tensor in file.tensors.items()
         }
     except (OctavoError, OSError) as e:

@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from octavo.core.errors import AdapterError
 from octavo.loader.adapters.targets import AdapterTargets
 
 #: By layer, then by part: A [rank, in] and B [out, rank], whole matrices in float32, the scale in B.
-LoraWeights = dict[str, dict[str, tuple[Tensor, Tensor]]]
+LoraWeights = dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ def check_pairs(pairs: Sequence[LoraPair], targets: AdapterTargets, max_rank: in
                 f"{where}: tensor {pair.up!r} has {pair.up_shape[1]} columns, expected the rank {rank} of {pair.down!r}"
             )
         try:
-            found = targets.find(pair.module, torch.empty(pair.up_shape, device="meta"))
+            found = targets.find(pair.module, np.empty((pair.up_shape[0], 0), np.float32))
         except AdapterError as e:
             raise AdapterError(f"{where}: tensor {pair.up!r} cannot be used: {e}") from None
         for target, _ in found:
@@ -80,7 +78,7 @@ def check_pairs(pairs: Sequence[LoraPair], targets: AdapterTargets, max_rank: in
 
 
 def assemble(
-    pairs: Sequence[LoraPair], tensors: Mapping[str, Tensor], targets: AdapterTargets, where: str
+    pairs: Sequence[LoraPair], tensors: Mapping[str, np.ndarray], targets: AdapterTargets, where: str
 ) -> LoraWeights:
     """The weights of an adapter whose pairs were checked.
 
@@ -98,12 +96,14 @@ def assemble(
         down, up = tensors[pair.down], tensors[pair.up]
         for name, tensor in ((pair.down, down), (pair.up, up)):
             # A sum of finite numbers is finite, unless they are so large that they are counted; it is one quick pass.
-            if not math.isfinite(tensor.sum()) and (bad := tensor.numel() - int(tensor.isfinite().sum())):
+            with np.errstate(all="ignore"):
+                total = tensor.sum()
+            if not math.isfinite(total) and (bad := tensor.size - np.count_nonzero(np.isfinite(tensor))):
                 raise AdapterError(f"{where}: {bad} of the values of tensor {name!r} are infinite or not a number")
         if pair.down_transposed:
-            down = down.t().contiguous()
+            down = np.ascontiguousarray(down.T)
         if pair.row_order is not None:
-            up = up[torch.from_numpy(pair.row_order)]
+            up = up[pair.row_order]
         up = up * pair.scale
         for target, rows in targets.find(pair.module, up):
             weights.setdefault(target.layer, {})[target.part] = (down, rows)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from octavo.core.errors import AdapterError
 from octavo.loader.adapters.lora_pairs import LoraPair
@@ -147,10 +147,10 @@ def _split_name(name: str) -> tuple[str, str]:
 
 def _check_copy(module: str, entry: TensorEntry, targets: AdapterTargets, file: Path) -> None:
     """Refuses a copy of a module's own weight if its shape is another: the vocabulary was resized."""
-    if len(entry.shape) == 2:
+    if len(entry.shape) == 2 and 0 not in entry.shape:
         for shape in (entry.shape, entry.shape[::-1]):  # that of an embedding is transposed
             try:
-                if all(t.inputs == shape[1] for t, _ in targets.find(module, torch.empty(shape, device="meta"))):
+                if all(t.inputs == shape[1] for t, _ in targets.find(module, np.empty((shape[0], 0), np.float32))):
                     return
             except AdapterError:
                 continue

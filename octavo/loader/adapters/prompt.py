@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.errors import AdapterError
@@ -59,9 +58,9 @@ class VirtualTokens:
     """The n virtual tokens of an adapter, float32: one of the two."""
 
     #: [n, E]
-    embeddings: Tensor | None = None
+    embeddings: np.ndarray | None = None
     #: [layers, 2, n, kv_heads, head_dim]: keys and values, as they are cached.
-    keys_values: Tensor | None = None
+    keys_values: np.ndarray | None = None
 
 
 def is_prompt_adapter(path: str | Path) -> bool:
@@ -109,13 +108,13 @@ def read_prompt_adapter(ref: AdapterRef, sizes: VirtualTokenSizes) -> VirtualTok
         raise AdapterError(
             f"the files of adapter {ref.name!r} changed on disk after it was loaded; load it again: {ref.path}"
         )
-    wrong = (~torch.isfinite(tensor)).nonzero()
+    wrong = np.argwhere(~np.isfinite(tensor))
     if len(wrong):
         raise AdapterError(f"{file}: tensor {_TENSOR!r} has a value at {wrong[0].tolist()} that is not finite")
     if config["peft_type"] != _PREFIX:
         return VirtualTokens(embeddings=tensor)
-    parts = tensor.view(len(tensor), sizes.layers, 2, sizes.kv_heads, sizes.head_dim)
-    return VirtualTokens(keys_values=parts.permute(1, 2, 0, 3, 4))
+    parts = tensor.reshape(len(tensor), sizes.layers, 2, sizes.kv_heads, sizes.head_dim)
+    return VirtualTokens(keys_values=parts.transpose(1, 2, 0, 3, 4))
 
 
 def _check(folder: Path, config: Mapping[str, Any], sizes: VirtualTokenSizes) -> int:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from octavo.core.errors import AdapterError, WeightError
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import CheckpointEntry, Pairs, is_transposed
-from octavo.models.sizes import build_rank_without_weights
+from octavo.models.sizes import build_without_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +38,7 @@ class AdapterTargets:
         Raises:
             UnsupportedModelError, ConfigError: as ``make_network``.
         """
-        context = LayerContext(ReferenceKernels("meta"), torch.float32, max_loras=1, max_lora_rank=1)
-        network = build_rank_without_weights(config, context)
+        network = build_without_weights(config, "float32", max_loras=1)
         self.config = config
         self._entries: tuple[CheckpointEntry, ...] = network.checkpoint_map
         self._targets: dict[str, Target] = {}
@@ -57,18 +53,18 @@ class AdapterTargets:
     def __iter__(self) -> Iterator[Target]:
         return iter(self._targets.values())
 
-    def find(self, module: str, rows: Tensor) -> list[tuple[Target, Tensor]]:
+    def find(self, module: str, rows: np.ndarray) -> list[tuple[Target, np.ndarray]]:
         """The matrices that a module of a checkpoint consists of, each with its rows of ``rows`` [outputs, any].
 
         Raises:
             AdapterError: the network has no such matrix, or it takes no adapters; or the number of rows is wrong.
         """
         name = f"{module}.weight"
-        pairs: Pairs = [(name, rows.t() if is_transposed(name, self._entries) else rows)]
+        pairs: Pairs = [(name, rows.T if is_transposed(name, self._entries) else rows)]
         for entry in self._entries:
             pairs = entry.apply(pairs, self._matrices)
         try:
-            found = [(name, part) for name, part in pairs if isinstance(part, Tensor)]
+            found = [(name, part) for name, part in pairs if isinstance(part, np.ndarray)]
         except WeightError as e:
             raise AdapterError(f"it does not fit {module!r}: {e}") from None
         if not found:

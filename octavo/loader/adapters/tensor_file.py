@@ -13,14 +13,14 @@ from collections.abc import Container
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import AdapterError
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 _MAX_HEADER_BYTES = 16 << 20
 #: Bytes that are read and hashed at once: other threads run between two pieces, and while one is read.
 _PIECE = 1 << 20
@@ -42,7 +42,7 @@ class TensorEntry:
     """A tensor as the header describes it."""
 
     name: str
-    dtype: torch.dtype
+    dtype: DType
     shape: tuple[int, ...]
     #: In the data after the header.
     start: int
@@ -84,22 +84,24 @@ def digest_file(path: Path, digest: Digest) -> None:
         raise unreadable(path, e) from None
 
 
-def read_tensors(path: Path, names: Container[str], digest: Digest) -> dict[str, Tensor]:
+def read_tensors(path: Path, names: Container[str], digest: Digest) -> dict[str, np.ndarray]:
     """The tensors ``names``, float32; all bytes of the file are added to the digest.
 
     Raises:
         AdapterError: as ``read_entries``.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, np.ndarray] = {}
     try:
         with path.open("rb", buffering=0) as file:
             head, entries = _header(file, path)
             digest.update(head)
             for entry in entries:
-                data = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
-                _fill(file, memoryview(cast(Any, data.numpy())), path, digest)
+                data = np.empty(entry.stop - entry.start, np.uint8)
+                _fill(file, data.data, path, digest)
                 if entry.name in names:
-                    tensors[entry.name] = data.view(entry.dtype).view(entry.shape).float()
+                    tensors[entry.name] = (
+                        data.view(entry.dtype.numpy).reshape(entry.shape).astype(np.float32, copy=False)
+                    )
             _digest_rest(file, digest)
     except OSError as e:
         raise unreadable(path, e) from None

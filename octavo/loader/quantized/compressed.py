@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import WeightError
 from octavo.core.model_config import QuantizationScheme
 from octavo.kernels.group_rows import GroupQuantizedRows
@@ -56,22 +56,23 @@ class PackedIntegers:
             expect(stored, "weight_g_idx", ("I32", "I64"), (k,))
         return n, k
 
-    def unpack(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> GroupQuantizedRows | Tensor:
+    def unpack(self, tensors: Mapping[str, np.ndarray], dtype: DType) -> GroupQuantizedRows | np.ndarray:
         """Codes are stored as the integer plus 2^(bits - 1), and so are packed zeros."""
         bits = bits_of(self.scheme)
         n, k = tensors["weight_shape"].tolist()
-        codes = unpack_words(tensors["weight_packed"], bits).flatten(1)
+        codes = unpack_words(tensors["weight_packed"], bits)
+        codes = codes.reshape(len(codes), -1)
         if n != codes.shape[0] or not codes.shape[1] - 32 // bits < k <= codes.shape[1]:
             raise WeightError(f"weight_shape says {[n, k]}, weight_packed holds {list(codes.shape)}")
         zeros = tensors.get("weight_zero_point")
-        if zeros is not None and zeros.dtype == torch.int32:
-            zeros = unpack_words(zeros.t(), bits).flatten(1)[:, :n].t()
+        if zeros is not None and zeros.dtype == np.int32:
+            zeros = unpack_words(zeros.T, bits).reshape(zeros.shape[1], -1)[:, :n].T
         elif zeros is not None:
-            zeros = (zeros.short() + 2 ** (bits - 1)).to(torch.uint8)
+            zeros = (zeros.astype(np.int16) + 2 ** (bits - 1)).astype(np.uint8)
         index = tensors.get("weight_g_idx")
         index = None if index is None or bool((index == -1).all()) else index  # -1: it was never set
         scales = _row_scales(tensors["weight_scale"], n)
-        return grouped(self.scheme, codes[:, :k].contiguous(), scales, zeros, index, dtype)
+        return grouped(self.scheme, np.ascontiguousarray(codes[:, :k]), scales, zeros, index, dtype)
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,11 @@ class PlainIntegers:
             expect(stored, "weight_zero_point", ("I8",), stored["weight_scale"].shape)
         return n, k
 
-    def unpack(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> GroupQuantizedRows | Tensor:
+    def unpack(self, tensors: Mapping[str, np.ndarray], dtype: DType) -> GroupQuantizedRows | np.ndarray:
         """The integers plus 128."""
-        codes = tensors["weight"].view(torch.uint8) ^ 128
+        codes = tensors["weight"].view(np.uint8) ^ 128
         zeros = tensors.get("weight_zero_point")
-        zeros = None if zeros is None else _row_scales(zeros.view(torch.uint8) ^ 128, len(codes))
+        zeros = None if zeros is None else _row_scales(zeros.view(np.uint8) ^ 128, len(codes))
         return grouped(
             replace(self.scheme, number="int8"),
             codes,
@@ -130,22 +131,22 @@ class Floats:
         _expect_scales(stored, self.scheme, n, k, self.scale)
         return n, k
 
-    def unpack(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    def unpack(self, tensors: Mapping[str, np.ndarray], dtype: DType) -> np.ndarray:
         """weight * scale, computed in float32."""
-        weight, scales = tensors["weight"], tensors[self.scale].float()
+        weight, scales = tensors["weight"], tensors[self.scale].astype(np.float32)
         n, k = weight.shape
         block = self.scheme.block
-        if block is None or scales.numel() == 1:
+        if block is None or scales.size == 1:
             scales = _row_scales(scales, n)
             rows, columns = 1, -(-k // scales.shape[1])
         else:
             rows, columns = block
-        out = torch.empty((n, k), dtype=dtype, device=weight.device)
+        out = np.empty((n, k), dtype.numpy)
         step = -(-_ROWS_AT_ONCE // rows) * rows
         for start in range(0, n, step):
-            part = weight[start : start + step].float()
+            part = weight[start : start + step].astype(np.float32)
             factors = scales[start // rows : (start + step) // rows]
-            factors = factors.repeat_interleave(rows, 0)[: len(part)].repeat_interleave(columns, 1)[:, :k]
+            factors = np.repeat(np.repeat(factors, rows, 0)[: len(part)], columns, 1)[:, :k]
             out[start : start + step] = part * factors
         return out
 
@@ -163,7 +164,7 @@ def _expect_scales(
     expect(stored, name, FLOATS, *shapes)
 
 
-def _row_scales(scales: Tensor, n: int) -> Tensor:
+def _row_scales(scales: np.ndarray, n: int) -> np.ndarray:
     """Scales or zeros as [N, groups]."""
-    scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
-    return scales.expand(n, -1)
+    scales = scales.reshape(-1, 1) if scales.ndim < 2 else scales
+    return np.broadcast_to(scales, (n, scales.shape[1]))

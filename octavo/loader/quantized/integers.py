@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import WeightError
 from octavo.core.model_config import QuantizationScheme
 from octavo.kernels.group_rows import GroupQuantizedRows
@@ -38,16 +38,17 @@ class Gptq:
             expect(stored, "g_idx", ("I32", "I64"), (k,))
         return n, k
 
-    def unpack(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> GroupQuantizedRows | Tensor:
+    def unpack(self, tensors: Mapping[str, np.ndarray], dtype: DType) -> GroupQuantizedRows | np.ndarray:
         """The zeros are those that were stored, or with ``zeros_minus_one`` one more."""
         bits = bits_of(self.scheme)
-        codes = unpack_words(tensors["qweight"], bits).permute(1, 0, 2).flatten(1)
+        words = tensors["qweight"]
+        codes = unpack_words(words, bits).transpose(1, 0, 2).reshape(words.shape[1], -1)
         zeros = tensors["qzeros"]
         if self.zeros_minus_one:
             # As GPTQModel does: whole words, so that a zero of 0, whose subtraction borrowed, is restored by the carry.
-            zeros = zeros + (0x11111111 if bits == 4 else 0x01010101)
-        zeros = unpack_words(zeros, bits).flatten(1).t()
-        return grouped(self.scheme, codes, tensors["scales"].t(), zeros, tensors.get("g_idx"), dtype)
+            zeros = zeros + np.int32(0x11111111 if bits == 4 else 0x01010101)
+        zeros = unpack_words(zeros, bits).reshape(len(zeros), -1).T
+        return grouped(self.scheme, codes, tensors["scales"].T, zeros, tensors.get("g_idx"), dtype)
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,19 @@ class Awq:
         _expect_groups(stored, self.scheme, words * 8, k)
         return words * 8, k
 
-    def unpack(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> GroupQuantizedRows | Tensor:
+    def unpack(self, tensors: Mapping[str, np.ndarray], dtype: DType) -> GroupQuantizedRows | np.ndarray:
         """The codes and zeros in the order of the columns."""
-        codes, zeros = (
-            unpack_words(tensors[name], 4).unflatten(2, (2, 4)).transpose(2, 3).flatten(1).t()
-            for name in ("qweight", "qzeros")
-        )
-        return grouped(self.scheme, codes.contiguous(), tensors["scales"].t(), zeros, None, dtype)
+        codes, zeros = (_columns_of_words(tensors[name]) for name in ("qweight", "qzeros"))
+        return grouped(self.scheme, codes, tensors["scales"].T, zeros, None, dtype)
+
+
+def _columns_of_words(words: np.ndarray) -> np.ndarray:
+    """int32 [K, N / 8] to uint8 [N, K]; not the codes are transposed but the words, of which there are fewer."""
+    words = np.ascontiguousarray(words.T).view(np.uint32)
+    codes = np.empty((len(words), 8, words.shape[1]), np.uint8)
+    for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+        codes[:, column] = (words >> np.uint32(4 * place)) & np.uint32(15)
+    return codes.reshape(-1, words.shape[1])
 
 
 def _expect_groups(stored: Mapping[str, Stored], scheme: QuantizationScheme, n: int, k: int) -> None:

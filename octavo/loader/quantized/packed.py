@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import WeightError
 from octavo.core.model_config import QuantizationScheme
 from octavo.kernels.group_rows import GroupQuantizedRows, dequantize_groups
@@ -35,7 +35,7 @@ class Method(Protocol):
             WeightError: the tensors fit neither each other nor the checkpoint's configuration.
         """
 
-    def unpack(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> GroupQuantizedRows | Tensor:
+    def unpack(self, tensors: Mapping[str, np.ndarray], dtype: DType) -> GroupQuantizedRows | np.ndarray:
         """The matrix; dequantised to ``dtype`` if its groups are not consecutive values of a row.
 
         Raises:
@@ -74,20 +74,20 @@ def bits_of(scheme: QuantizationScheme) -> int:
     return 4 if scheme.number == "int4" else 8
 
 
-def unpack_words(words: Tensor, bits: int) -> Tensor:
+def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
     """int32 [A, B] to uint8 [A, B, 32 / bits], the lowest bits first."""
-    octets = words.contiguous().view(torch.uint8).unflatten(1, (-1, 4))
-    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(2)
+    octets = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
+    return octets if bits == 8 else np.stack((octets & 15, octets >> 4), axis=-1).reshape(*words.shape, 8)
 
 
 def grouped(
     scheme: QuantizationScheme,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    index: Tensor | None,
-    dtype: torch.dtype,
-) -> GroupQuantizedRows | Tensor:
+    codes: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
+    index: np.ndarray | None,
+    dtype: DType,
+) -> GroupQuantizedRows | np.ndarray:
     """Rows of 4 or 8 bits in groups.
 
     They are dequantised to ``dtype`` if the groups are not consecutive values, or the last one is smaller.
@@ -104,10 +104,10 @@ def grouped(
     size = scheme.group or columns
     if zeros is not None and bool((zeros == 2 ** (bits - 1)).all()):
         zeros = None
-    in_order = torch.arange(columns, device=codes.device) // size
-    index = in_order if index is None else index.long()
+    in_order = np.arange(columns) // size
+    index = in_order if index is None else index.astype(np.int64)
     if bool(((index < 0) | (index >= groups)).any()):
         raise WeightError(f"g_idx names a group outside 0 to {groups - 1}")
-    if columns % size or not torch.equal(index, in_order):
+    if columns % size or not np.array_equal(index, in_order):
         return dequantize_groups(codes, scales, zeros, bits, dtype, index)
     return GroupQuantizedRows(bits, codes, scales, zeros)

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import WeightError
 from octavo.core.model_config import CheckpointQuantization
 from octavo.kernels.quantized_rows import QuantizedRows
@@ -16,7 +16,15 @@ from octavo.loader.quantized.compressed import Floats, PackedIntegers, PlainInte
 from octavo.loader.quantized.integers import Awq, Gptq
 from octavo.loader.quantized.packed import Method
 from octavo.loader.weights import Stored
-from octavo.models.checkpoint import CheckpointEntry, Pairs, Shapes, is_transposed
+from octavo.models.checkpoint import (
+    CheckpointEntry,
+    Pairs,
+    Shapes,
+    has_values,
+    is_transposed,
+    transposed,
+    without_values,
+)
 
 #: Parts of a quantised matrix, by what follows its name; "weight" is one if its type is not that of a plain matrix.
 _PARTS = (
@@ -47,7 +55,7 @@ class Unpack:
         quantization: CheckpointQuantization,
         stored: Mapping[str, Stored],
         shapes: Shapes,
-        dtype: torch.dtype,
+        dtype: DType,
         keep: Callable[[QuantizedRows], bool],
         transposed: Callable[[str], bool],
     ) -> None:
@@ -72,47 +80,47 @@ class Unpack:
             name: _matrix(quantization, name, parts, shapes) for name, parts in _parts_by_matrix(stored).items()
         }
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
         """The matrices, and the tensors that belong to none."""
-        waiting: dict[str, dict[str, Tensor]] = {}
+        waiting: dict[str, dict[str, np.ndarray]] = {}
         for name, tensor in pairs:
             prefix, _, part = name.rpartition(".")
             matrix = self._matrices.get(prefix)
-            if matrix is None or part not in matrix.parts or not isinstance(tensor, Tensor):
+            if matrix is None or part not in matrix.parts or not isinstance(tensor, np.ndarray):
                 if not _UNUSED.search(name):
                     yield name, tensor
                 continue
             held = waiting.setdefault(prefix, {})
             if part in held:
                 raise WeightError(f"tensor {name!r} occurs twice")
-            held[part] = tensor.clone()  # the file of a view may be unmapped before the last part is read
+            held[part] = tensor
             if len(held) == len(matrix.parts):
                 values = self._values(prefix, matrix, waiting.pop(prefix))
                 name = f"{prefix}.weight"
-                yield name, values.t() if self._transposed(name) else values
+                yield name, transposed(values) if self._transposed(name) else values
         for prefix, held in waiting.items():  # all parts exist, so these came after the matrix was complete
             raise WeightError(f"tensor {f'{prefix}.{next(iter(held))}'!r} occurs twice")
 
-    def _values(self, name: str, matrix: _Matrix, parts: Mapping[str, Tensor]) -> Tensor | QuantizedRows:
-        if any(part.is_meta for part in parts.values()):  # only headers are compared
-            return torch.empty(matrix.shape, dtype=self._dtype, device="meta")
+    def _values(self, name: str, matrix: _Matrix, parts: Mapping[str, np.ndarray]) -> np.ndarray | QuantizedRows:
+        if not all(map(has_values, parts.values())):  # only headers are compared
+            return without_values(matrix.shape, self._dtype.numpy)
         try:
             values = matrix.method.unpack(parts, self._dtype)
         except WeightError as e:
             raise WeightError(f"matrix {name!r}: {e}") from None
-        return values if isinstance(values, Tensor) or self._keep(values) else values.dequantize(self._dtype)
+        return values if isinstance(values, np.ndarray) or self._keep(values) else values.dequantize(self._dtype)
 
 
 @dataclass(frozen=True)
 class DropZeroBiases:
     """Skips biases that the network does not expect if they are zero: AutoGPTQ stores one for every matrix."""
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
         """The remaining tensors."""
         for name, tensor in pairs:
             is_extra = name.endswith(".bias") and name not in shapes
             # The values of a tensor without memory are seen when it is loaded.
-            if not (is_extra and isinstance(tensor, Tensor) and (tensor.is_meta or not bool(tensor.any()))):
+            if not (is_extra and isinstance(tensor, np.ndarray) and (not has_values(tensor) or not bool(tensor.any()))):
                 yield name, tensor
 
 
@@ -121,7 +129,7 @@ def with_unpacking(
     quantization: CheckpointQuantization,
     stored: Mapping[str, Stored],
     shapes: Shapes,
-    dtype: torch.dtype,
+    dtype: DType,
     keep: Callable[[QuantizedRows], bool] = lambda rows: False,
 ) -> list[CheckpointEntry]:
     """A network's map with what a quantised checkpoint needs around it; arguments and errors as of ``Unpack``."""

@@ -109,10 +109,10 @@ def build(case: Case, dtype: torch.dtype = torch.float32, cache_dtype: torch.dty
     batch = make_batch(
         [new for _, new in case.lengths],
         totals,
-        tables,
+        tables.numpy(),
         size,
+        TritonKernels(DEVICE),
         starts=[before for before, _ in case.lengths],
-        device=DEVICE,
     )
     assert (batch.slot_mapping[0].tolist(), batch.positions.tolist()) == (slots, positions)
     return Step(batch, cache, random(starts[-1], case.kv_heads * case.group, case.head_dim), keys, values)

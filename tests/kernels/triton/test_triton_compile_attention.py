@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+import numpy as np
 import torch
 
 from tests.kernels.triton.compiling import SHARED_BYTES, Compiled, compiled, tell
@@ -95,6 +96,7 @@ def launch(
     """A step of a network with 8 KV heads: 3 sequences of one token, or of many."""
     from octavo.kernels.forward_batch import make_batch
     from octavo.kernels.interface import AttentionSpec
+    from octavo.kernels.reference import ReferenceKernels
     from octavo.kernels.triton import attention, attention_decode, attention_fixed, cache, rotary_cache
 
     numbers, held = getattr(torch, dtype), getattr(torch, cache_dtype or dtype)
@@ -110,8 +112,8 @@ def launch(
     elif call == "copy":
         cache.copy_blocks(caches, [(0, 1)])
     else:
-        tables = torch.zeros(3, 40, dtype=torch.int32)
-        batch = make_batch([each] * 3, [40] * 3, tables, block_size)
+        tables = np.zeros((3, 40), np.int32)
+        batch = make_batch([each] * 3, [40] * 3, tables, block_size, ReferenceKernels())
         batch.max_seq_len = max_seq_len
         parts = 4 if max_seq_len > 64 else 1
         with (

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """Named calls of the public functions with the shapes of an 8B model."""
     from octavo.kernels.lora import LowRankShape
+    from octavo.kernels.torch_arrays import engine_dtype
     from octavo.kernels.triton import activation, embedding, experts, matmul, norm, quant, quantize
     from octavo.kernels.triton.backend import TritonKernels
 
@@ -72,10 +73,10 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"experts {rows}", partial(group, x[:rows], chosen, weights, residual[:rows])
     kernels = TritonKernels("cpu")
     for rank in (16, 64):
-        qkv = kernels.adapters.make_low_rank(LowRankShape(4096, (4096, 1024, 1024), 8, rank, half))
+        qkv = kernels.adapters.make_low_rank(LowRankShape(4096, (4096, 1024, 1024), 8, rank, engine_dtype(half)))
         for rows in (1, 2048):
             yield f"adapters of rank {rank} {rows}", partial(_low_rank, kernels, qkv, x[:rows])
-    table = kernels.adapters.make_low_rank_embedding(LowRankShape(32000, (4096,), 8, 16, half))
+    table = kernels.adapters.make_low_rank_embedding(LowRankShape(32000, (4096,), 8, 16, engine_dtype(half)))
     yield (
         "adapters of an embedding",
         partial(_low_rank, kernels, table, torch.zeros(8, dtype=torch.int64), residual[:8]),

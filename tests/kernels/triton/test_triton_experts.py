@@ -16,6 +16,7 @@ from octavo.kernels.experts import PackedExperts, RoutingSpec
 from octavo.kernels.triton.backend import TritonKernels
 from octavo.kernels.triton.experts import sort_pairs
 from tests.kernels.test_cpu_experts import in_float64, matrices, pack, rows, run
+from tests.kernels.torch_facade import of_torch
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,7 +27,7 @@ def on_device(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def make(gate_up: list[Tensor], down: list[Tensor], shared: int = 0, **options: Any) -> PackedExperts:
-    kernels = TritonKernels(DEVICE, deterministic=True)
+    kernels = of_torch(TritonKernels(DEVICE, deterministic=True))
     return kernels.pack_experts(*pack(kernels, on_device(gate_up), on_device(down), **options), shared)
 
 

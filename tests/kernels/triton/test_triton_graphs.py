@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
+from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward, graph_sizes
 
 BLOCK, MAX_LEN, MAX_SEQS = 4, 40, 20
@@ -83,7 +85,7 @@ class Network:
 
 def make(network: Network, graphs: FakeGraphs, at_start: bool = False, **options: Any) -> GraphedForward:
     largest = BatchSize(500, MAX_SEQS, MAX_SEQS, MAX_LEN, BLOCK)
-    forward = GraphedForward(network, graphs, largest, device="cpu", **options)
+    forward = GraphedForward(network, graphs, largest, ReferenceKernels("cpu"), **options)
     if at_start:
         forward.capture_all()
     return forward
@@ -99,7 +101,7 @@ def decodes(rng: random.Random, count: int) -> ForwardBatch:
         for block in range(-(-length // BLOCK)):
             tables[i, block] = free.pop()
     ids = torch.tensor([rng.randrange(100) for _ in range(count)])
-    return make_batch([1] * count, lens, tables, BLOCK, token_ids=ids)
+    return make_batch([1] * count, lens, np.asarray(tables), BLOCK, ReferenceKernels("cpu"), token_ids=np.asarray(ids))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.kernels.lora import LowRank, LowRankShape
 from octavo.kernels.triton import lora
 from octavo.kernels.triton.backend import TritonKernels
@@ -27,7 +28,7 @@ def adapters_of(inputs: int) -> list[Adapter]:
     return [make_adapter(inputs, OUTPUTS, ranks, seed) for seed, ranks in enumerate(RANKS)]
 
 
-def filled(kernels: TritonKernels, inputs: int, dtype: torch.dtype) -> LowRank:
+def filled(kernels: TritonKernels, inputs: int, dtype: DType) -> LowRank:
     low_rank = kernels.adapters.make_low_rank(LowRankShape(inputs, tuple(OUTPUTS), len(RANKS) + 1, 40, dtype))
     for slot, adapter in enumerate(adapters_of(inputs)):
         low_rank.place(slot, low_rank.pack(make_adapter(inputs, OUTPUTS, (40, 40, 40), 9)))  # another one before
@@ -54,8 +55,8 @@ def test_rows_are_sorted_into_tiles_of_one_slot() -> None:
     assert found == [(0, [2]), (1, [0, 3]), (2, [1, 4])]
 
 
-@pytest.mark.parametrize(("dtype", "inputs"), [(torch.float32, 131), (torch.bfloat16, 300)])
-def test_rows_of_several_adapters(dtype: torch.dtype, inputs: int) -> None:
+@pytest.mark.parametrize(("dtype", "inputs"), [(DType.FLOAT32, 131), (DType.BFLOAT16, 300)])
+def test_rows_of_several_adapters(dtype: DType, inputs: int) -> None:
     kernels = TritonKernels(DEVICE, deterministic=True)
     low_rank, adapters = filled(kernels, inputs, dtype), [*adapters_of(inputs), None]
     slots = [(3 * row) % 5 - 1 for row in range(12)]
@@ -72,7 +73,7 @@ def test_rows_of_several_adapters(dtype: torch.dtype, inputs: int) -> None:
 
 def test_a_row_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = TritonKernels(DEVICE, deterministic=True)
-    low_rank = filled(kernels, 300, torch.bfloat16)
+    low_rank = filled(kernels, 300, DType.BFLOAT16)
     x, slots = random(12, 300), [(3 * row) % 5 - 1 for row in range(12)]
     whole = call(kernels, low_rank, slots, x)
     chosen = [11, 2, 7]
@@ -84,7 +85,7 @@ def test_a_row_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPatch)
 
 def test_embeddings() -> None:
     kernels = TritonKernels(DEVICE)
-    low_rank = kernels.adapters.make_low_rank_embedding(LowRankShape(20, (70,), 3, 40, torch.float32))
+    low_rank = kernels.adapters.make_low_rank_embedding(LowRankShape(20, (70,), 3, 40, DType.FLOAT32))
     parts = [make_adapter(20, [70], [rank], rank)[0] for rank in (1, 40)]
     for slot, part in enumerate(parts):
         assert part is not None
@@ -96,5 +97,5 @@ def test_embeddings() -> None:
     for row in (0, 1):
         part = parts[slots[row]]
         assert part is not None
-        torch.testing.assert_close(out[row], add[row] + part.up @ part.down[:, ids[row] - 100])
+        torch.testing.assert_close(out[row], add[row] + torch.from_numpy(part.up @ part.down[:, int(ids[row]) - 100]))
     assert torch.equal(out[2:], add[2:])  # no adapter, an id of another rank, an empty slot

@@ -19,6 +19,7 @@ from octavo.kernels.triton.activation import activate
 from octavo.kernels.triton.backend import TritonKernels
 from octavo.kernels.triton.quant import quantized_gated, quantized_matmul
 from octavo.kernels.triton.quantize import TritonQuantizedLinear, quantize
+from tests.kernels.torch_facade import of_torch
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -206,7 +207,7 @@ def test_a_gated_product_has_the_bits_of_product_and_activation(
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_the_backend_gates_products_of_any_width(inner: int, quantization: str | None, activation: Activation) -> None:
     """And a row to which 0 is added keeps its bits."""
-    kernels = TritonKernels(DEVICE, deterministic=True)
+    kernels = of_torch(TritonKernels(DEVICE, deterministic=True))
     x, weight = randn(2, 96, dtype=torch.bfloat16), randn(2 * inner, 96, dtype=torch.bfloat16, seed=1) / 10
     plain = kernels.pack([weight], quantization=quantization)
     gated = kernels.pack(weight.chunk(2), quantization=quantization, gated=True)

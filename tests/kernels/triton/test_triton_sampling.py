@@ -62,7 +62,7 @@ def choose(
 
 def expected(logits: NDArray[np.float32], filters: NDArray[np.void], hashes: NDArray[np.uint32]) -> list[int]:
     with np.errstate(over="ignore"):
-        return NumpySampling(logits.shape[1]).choose(torch.from_numpy(logits.copy()), filters, hashes).tolist()
+        return NumpySampling(logits.shape[1]).choose(logits.copy(), filters, hashes).tolist()
 
 
 def on_an_edge(logits: NDArray[np.float32], f: Filters) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from octavo import LLM
 from octavo.core.sampling_params import SamplingParams
-from octavo.kernels.device_limits import graphed, measure_device, seconds_per_call
+from octavo.kernels.torch_limits import graphed, measure_device, seconds_per_call
 from octavo.lab.bench import gpu, gpu_engine
 from octavo.lab.bench.gpu_scale import FULL, TINY, Scale
 from octavo.lab.bench.offline import make_batches, measure, run_batch, step_bytes

@@ -1,8 +1,7 @@
-"""Peak rates of a CPU or GPU, and timing of calls: events on a GPU, a clock on a CPU."""
+"""Peak rates of a device of torch, and timing of calls: events on a GPU, a clock on a CPU."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import statistics
 import time
@@ -31,49 +30,6 @@ class DeviceLimits(msgspec.Struct, frozen=True):
     def bandwidth_gb_s(self) -> float:
         """The larger of the two; shares of bandwidth are relative to this."""
         return max(self.copy_gb_s, self.read_gb_s)
-
-
-def cpu_read_gb_s(*, in_pieces: bool) -> float:
-    """Read bandwidth of memory now, of the kernels' threads, in 10^9 bytes a second; ``in_pieces`` of 2 KiB."""
-    cpu: Any = importlib.import_module("octavo._cpu")
-    measure = cpu.measure_chunk_bandwidth if in_pieces else cpu.measure_read_bandwidth
-    return float(measure(cpu.num_threads())) / 1e9
-
-
-class CpuLimits(msgspec.Struct, frozen=True):
-    """Measured limits of a number of threads together."""
-
-    threads: int
-    instruction_set: str
-    #: Read bandwidth of memory, in 10^9 bytes a second.
-    read_gb_s: float
-    #: The same in pieces of 2 KiB in random order, as decode attention reads blocks.
-    chunk_gb_s: float
-    #: In registers, in 10^9 operations a second, two for each multiply-add: float32 multiply-adds, dot products of
-    #: bfloat16 pairs and of 8-bit quads; 0 where the instruction set has no such dot products.
-    fma_gflops: float
-    bf16_dot_gflops: float
-    int8_dot_gops: float
-
-
-def measure_cpu(threads: int | None = None) -> CpuLimits:
-    """Measures for about a second; ``threads`` defaults to those of the kernels.
-
-    Raises:
-        ImportError: ``octavo._cpu`` is not built.
-        ValueError: ``threads`` is not positive.
-    """
-    cpu: Any = importlib.import_module("octavo._cpu")
-    count = cpu.num_threads() if threads is None else threads
-    return CpuLimits(
-        threads=count,
-        instruction_set=cpu.isa(),
-        read_gb_s=cpu.measure_read_bandwidth(count) / 1e9,
-        chunk_gb_s=cpu.measure_chunk_bandwidth(count) / 1e9,
-        fma_gflops=cpu.measure_fma_peak(count) / 1e9,
-        bf16_dot_gflops=cpu.measure_bf16_dot_peak(count) / 1e9,
-        int8_dot_gops=cpu.measure_int8_dot_peak(count) / 1e9,
-    )
 
 
 #: Size of the tensor that is copied and summed: many times a GPU's caches.
@@ -164,3 +120,24 @@ def _event_times(work: Work, count: int) -> list[float]:
         event.record()
     torch.cuda.synchronize()
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
+
+
+def describe_gpus() -> list[dict[str, Any]]:
+    """Each GPU's name, memory (bytes), compute capability and multiprocessors."""
+    return [_describe(i) for i in range(torch.cuda.device_count())]
+
+
+def _describe(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return {
+        "name": properties.name,
+        "memory_bytes": {"total": total, "available": free},
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+    }
+
+
+def cuda_version() -> str | None:
+    """The one that torch was built with."""
+    return torch.version.cuda

@@ -1,0 +1,59 @@
+"""The types of numbers that the engine knows: of weights, activations and caches."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+
+class DType(StrEnum):
+    """A type of numbers; its value is its name in options, such as "bfloat16"."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    #: float8_e4m3fn.
+    FP8 = "fp8"
+    INT8 = "int8"
+    UINT8 = "uint8"
+    INT32 = "int32"
+    INT64 = "int64"
+
+    @cached_property
+    def numpy(self) -> np.dtype[Any]:
+        """The type of numpy's arrays; ml_dtypes has what numpy lacks."""
+        if self in (DType.BFLOAT16, DType.FP8):
+            import ml_dtypes
+
+            return np.dtype(ml_dtypes.bfloat16 if self is DType.BFLOAT16 else ml_dtypes.float8_e4m3fn)
+        return np.dtype(self.value)
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return int(self.numpy.itemsize)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it has 16 bits or more and a floating point."""
+        return self in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> DType:
+        """The type of an array's numbers.
+
+        Raises:
+            ValueError: the engine has no such type.
+        """
+        name = values.dtype.name
+        return cls.FP8 if name == "float8_e4m3fn" else cls(name)
+
+
+def rounded(values: np.ndarray, dtype: DType) -> np.ndarray:
+    """The values to nearest even, over the same memory if they are of this type already."""
+    if values.dtype == np.float16 and dtype is DType.BFLOAT16:
+        values = values.astype(np.float32)  # of which ml_dtypes knows how to round
+    return values.astype(dtype.numpy, copy=False)

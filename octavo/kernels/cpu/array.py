@@ -1,0 +1,163 @@
+"""Arrays of the CPU kernels: an address, a shape and strides; no arithmetic, which a recorded step would leave out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from octavo.core.dtypes import DType
+from octavo.core.errors import UnrecordableError
+
+
+class CpuArray:
+    """Memory of the host, which it keeps alive, as the compiled operations take it.
+
+    Views are cheap, and share the memory's ``owner``. There are no operations on the values but those of ``Kernels``:
+    one of numpy would run once while a step is recorded, and be left out of every step after.
+    """
+
+    __slots__ = ("__weakref__", "address", "dtype", "owner", "shape", "strides")
+
+    def __init__(
+        self, owner: Any, address: int, shape: tuple[int, ...], dtype: DType, strides: tuple[int, ...] | None = None
+    ) -> None:
+        """``strides``: numbers from one index to the next in each dimension; by default the array is contiguous."""
+        #: What the memory belongs to.
+        self.owner = owner
+        #: Of the first number.
+        self.address = address
+        self.shape = shape
+        self.dtype = dtype
+        self.strides = _contiguous_strides(shape) if strides is None else strides
+
+    @classmethod
+    def over(cls, values: np.ndarray) -> CpuArray:
+        """An array over the memory of numpy's.
+
+        Raises:
+            ValueError: the engine has no such type.
+        """
+        dtype = DType.of(values)
+        strides = tuple(stride // dtype.itemsize for stride in values.strides)
+        return cls(values, values.__array_interface__["data"][0], values.shape, dtype, strides)
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: DType) -> CpuArray:
+        """Uninitialised memory, aligned to a cache line."""
+        memory = np.empty(math.prod(shape) * dtype.itemsize + 64, np.uint8)
+        address = memory.ctypes.data
+        return cls(memory, address + -address % 64, shape, dtype)
+
+    def numpy(self) -> np.ndarray:
+        """The values, over the same memory."""
+        size = self.dtype.itemsize
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        count = extent * size if 0 not in self.shape else 0
+        interface = {"data": (self.address, False), "shape": (count,), "typestr": "|u1", "version": 3}
+        flat = np.asarray(_Memory(self.owner, interface)).view(self.dtype.numpy)
+        return np.lib.stride_tricks.as_strided(flat, self.shape, [stride * size for stride in self.strides])
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether there are no gaps, dimensions of one left out."""
+        expected = _contiguous_strides(self.shape)
+        return all(n == 1 or a == b for n, a, b in zip(self.shape, self.strides, expected, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> CpuArray:
+        """A view of integers, slices with step 1, and None."""
+        items = index if isinstance(index, tuple) else (index,)
+        offset, shape, strides, dim = 0, [], [], 0
+        for item in items:
+            if item is None:
+                shape.append(1)
+                strides.append(0)
+                continue
+            size, stride = self.shape[dim], self.strides[dim]
+            if isinstance(item, slice):
+                start, stop, step = item.indices(size)
+                if step != 1:
+                    raise UnrecordableError(f"a view of an array cannot have the step {step}")
+                shape.append(max(0, stop - start))
+                strides.append(stride)
+            elif isinstance(item, int):
+                start = item + size if item < 0 else item
+                if not 0 <= start < size:
+                    raise IndexError(f"index {item} is out of range: the dimension has {size}")
+            else:
+                raise UnrecordableError(f"{type(item).__name__} is no index of a view; rows are taken by Kernels")
+            offset += start * stride
+            dim += 1
+        shape += self.shape[dim:]
+        strides += self.strides[dim:]
+        address = self.address + offset * self.dtype.itemsize
+        return CpuArray(self.owner, address, tuple(shape), self.dtype, tuple(strides))
+
+    def reshape(self, *shape: int) -> CpuArray:
+        """A view: each dimension of this array is split, or whole contiguous ones are joined.
+
+        Raises:
+            UnrecordableError: it would need a copy.
+            ValueError: another number of elements.
+        """
+        total, given = math.prod(self.shape), math.prod(n for n in shape if n != -1)
+        new = tuple(total // max(1, given) if n == -1 else n for n in shape)
+        if math.prod(new) != total:
+            raise ValueError(f"an array of shape {list(self.shape)} cannot have the shape {list(shape)}")
+        strides = _contiguous_strides(new) if self.is_contiguous else _strides_of_view(self.shape, self.strides, new)
+        if strides is None:
+            raise UnrecordableError(f"an array of strides {list(self.strides)} has no view of shape {list(new)}")
+        return CpuArray(self.owner, self.address, new, self.dtype, strides)
+
+    def __repr__(self) -> str:
+        return f"CpuArray({list(self.shape)}, {self.dtype.value})"
+
+
+class _Memory:
+    """What numpy reads to make an array over memory; the array keeps it, and with it the owner."""
+
+    def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
+        self.owner, self.__array_interface__ = owner, interface
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def _strides_of_view(shape: Sequence[int], strides: Sequence[int], new: Sequence[int]) -> tuple[int, ...] | None:
+    """Strides of the same numbers in another shape, if there are such."""
+    # Runs of dimensions without a gap between them: (numbers, stride of the last).
+    runs: list[tuple[int, int]] = []
+    for n, stride in zip(shape, strides, strict=True):
+        if n == 1:
+            continue
+        if runs and runs[-1][1] == n * stride:
+            runs[-1] = runs[-1][0] * n, stride
+        else:
+            runs.append((n, stride))
+    out: list[int] = []
+    for n in reversed(new):
+        if n == 1:
+            out.append(0)
+            continue
+        if not runs or runs[-1][0] % n:
+            return None
+        count, stride = runs.pop()
+        out.append(stride)
+        if count > n:
+            runs.append((count // n, stride * n))
+    return tuple(reversed(out))
