@@ -83,7 +83,9 @@ def find_uv() -> str | None:
     if not beside.exists():
         if (found := shutil.which("uv")) is not None:
             return found
-        subprocess.run([*PIP, "install", "--quiet", UV], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        # Compiling uv would take longer than pip does.
+        command = [*PIP, "install", "--quiet", "--only-binary=uv", UV]
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return str(beside) if beside.exists() else None
 
 

@@ -181,7 +181,7 @@ def test_uv_installs_by_the_settings_of_pip(installer: Callable[..., list[str]])
 
 
 def test_pip_installs_where_uv_cannot_be_had_or_fails(installer: Callable[..., list[str]]) -> None:
-    assert installer("plot") == ["pip install --quiet uv>=0.8,<1", "pip install matplotlib>=3.8,<4"]
+    assert installer("plot") == ["pip install --quiet --only-binary=uv uv>=0.8,<1", "pip install matplotlib>=3.8,<4"]
     assert installer("plot", uv=1)[-1] == "pip install matplotlib>=3.8,<4"
 
 
