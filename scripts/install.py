@@ -185,7 +185,8 @@ def main(arguments: Sequence[str]) -> int:
     if torch is not None and (code := install_torch(torch)):
         return code
     package = ["--editable", ".", "--config-settings=wheel.cmake=false"] if editable else []
-    return install(*package, *(requirement for requirement in wanted if requirement != torch))
+    others = [*package, *(requirement for requirement in wanted if requirement != torch)]
+    return install(*others) if others else 0
 
 
 if __name__ == "__main__":

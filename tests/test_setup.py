@@ -159,7 +159,8 @@ def installer(tmp_path: Path) -> Callable[..., list[str]]:
         python = tmp_path / "python"
         if not python.exists():
             python.symlink_to(sys.executable)
-        command = [str(python), str(ROOT / "scripts" / "install.py"), *arguments]
+        # -S: nor any package.
+        command = [str(python), "-S", str(ROOT / "scripts" / "install.py"), *arguments]
         subprocess.run(command, env=environ, check=True, timeout=PATIENCE)
         return calls.read_text().splitlines()
 
@@ -187,6 +188,13 @@ def test_pip_installs_where_uv_cannot_be_had_or_fails(installer: Callable[..., l
 
 def test_pip_installs_where_it_has_a_setting_that_uv_lacks(installer: Callable[..., list[str]]) -> None:
     assert installer("plot", uv=0, settings="global.proxy='http://a:1'") == ["pip install matplotlib>=3.8,<4"]
+
+
+def test_torch_is_installed_before_what_needs_it(installer: Callable[..., list[str]]) -> None:
+    [of_torch] = installer("torch", uv=0)
+    assert " torch>=" in of_torch
+    first, second = installer("plot", "torch", uv=0)
+    assert first == of_torch and "matplotlib" in second and " torch>=" not in second
 
 
 def test_octavo_is_installed_in_place_without_its_kernels(installer: Callable[..., list[str]]) -> None:
