@@ -11,7 +11,6 @@ from typing import Any
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.loader.gguf_file import GGUFFile
 from octavo.loader.gguf_metadata import Metadata
-from octavo.loader.gguf_tokenizer import write_tokenizer
 from octavo.models.registry import NETWORKS, unsupported
 
 
@@ -23,6 +22,8 @@ def write_gguf_folder(path: Path, folder: Path) -> None:
         UnsupportedModelError: its architecture, a setting or a tensor type is not supported.
         TokenizerError: its tokenizer is incomplete or of an unknown kind.
     """
+    from octavo.loader.gguf_tokenizer import write_tokenizer  # brings the library of tokenizers
+
     file = GGUFFile(path)
     config = model_config(Metadata(file))
     write_tokenizer(file, folder, config["vocab_size"])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.core.errors import OctavoError
 from octavo.core.request import AnyTask, Generate
 from octavo.core.structured_outputs import UNUSABLE
-from octavo.grammar.matcher import GrammarError, GrammarTokenizer, compile_grammar
-from octavo.loader.tokenizer_backend import load_backend
 from octavo.runner.preparers import Preparer, PreparerContext
 from octavo.sampling.grammar_mask import CompiledGrammar
+
+if TYPE_CHECKING:
+    from octavo.grammar.matcher import GrammarTokenizer
 
 
 class GrammarPreparer(Preparer):
@@ -37,6 +39,10 @@ class GrammarPreparer(Preparer):
         """See ``Preparer``."""
         if not self._samples:
             return None
+        # Imported here, so that a start does not wait for it.
+        from octavo.grammar.matcher import GrammarTokenizer, compile_grammar
+        from octavo.loader.tokenizer_backend import load_backend
+
         with self._lock:
             if self._tokenizer is None:
                 backend, _ = load_backend(self._folder)
@@ -45,6 +51,8 @@ class GrammarPreparer(Preparer):
 
     def message(self, payload: bytes, error: Exception) -> str:
         """See ``Preparer``."""
+        from octavo.grammar.matcher import GrammarError
+
         if isinstance(error, GrammarError | OctavoError):
             return f"{UNUSABLE}{error}"
         return f"the grammar could not be compiled: {type(error).__name__}: {error}"

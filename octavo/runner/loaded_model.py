@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from octavo.core.config import EngineConfig
 from octavo.core.kv_spec import KVSpec, LayerGroup, group_layers
@@ -22,17 +22,19 @@ from octavo.kernels.timing import KernelClock
 from octavo.models.network import Network
 from octavo.models.sizes import build_rank_without_weights, build_without_weights, weight_bytes
 from octavo.runner import memory
-from octavo.runner.grammar_preparer import GrammarPreparer
 from octavo.runner.kv_layers import KVLayers, find_groups
-from octavo.runner.lora_preparer import LoraPreparer, reserved_bytes
 from octavo.runner.make_device import make_device
 from octavo.runner.memory import WorkerShare
-from octavo.runner.network_drafter import DraftSource, WorkerDrafter
 from octavo.runner.preparers import PreparerContext, WorkerPreparations, make_preparers
 from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
 from octavo.runner.ranks import Ranks
 from octavo.runner.setup import find_drafter, load_network, make_context, make_kernels
 from octavo.sampling.sampler import Sampler, TokenTable
+
+if TYPE_CHECKING:  # these are imported where they are enabled
+    from octavo.runner.grammar_preparer import GrammarPreparer
+    from octavo.runner.lora_preparer import LoraPreparer
+    from octavo.runner.network_drafter import DraftSource, WorkerDrafter
 
 
 class LoadedModel:
@@ -95,10 +97,12 @@ class LoadedModel:
         )
         self.preparations = WorkerPreparations(preparers)
         # What steps ask of them.
-        self.grammars = cast(GrammarPreparer, preparers["grammar"])
-        self.loras = cast(LoraPreparer | None, preparers.get("lora"))
+        self.grammars = cast("GrammarPreparer", preparers["grammar"])
+        self.loras = cast("LoraPreparer | None", preparers.get("lora"))
         self.prompt_adapters = cast(PromptAdapters | None, preparers.get("prompt_adapter"))
         if options.enable_lora:
+            from octavo.runner.lora_preparer import reserved_bytes
+
             self.device.reserved = reserved_bytes(options, self.network, share.free_memory())
         self.device.reserved += virtual_token_bytes(options, self.network, self.context)
         if drafts is not None and self.device.name == "cpu":

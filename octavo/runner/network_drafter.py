@@ -24,7 +24,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -34,12 +34,14 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
 from octavo.layers.context import LayerContext
-from octavo.models.eagle import FeatureReader
 from octavo.models.network import Network
 from octavo.runner.device import Device
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.step_inputs import StepInputs
 from octavo.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from octavo.models.eagle import FeatureReader
 
 logger = logging.getLogger("octavo")
 

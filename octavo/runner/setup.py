@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.core.config import EngineConfig
 from octavo.core.dtypes import DType
@@ -17,9 +18,9 @@ from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model, make_dummy_model
 from octavo.loader.resolve import gguf_source, weight_quantization
 from octavo.models.network import Network
-from octavo.runner.draft_model import DraftModelSource
-from octavo.runner.eagle_drafter import EagleSource
-from octavo.runner.network_drafter import DraftSource
+
+if TYPE_CHECKING:
+    from octavo.runner.network_drafter import DraftSource
 
 
 def make_kernels(options: EngineConfig, device: str, kv_specs: Iterable[KVSpec], layout: ParallelLayout) -> Kernels:
@@ -80,4 +81,10 @@ def find_drafter(options: EngineConfig, config: ModelConfig) -> DraftSource | No
     speculation = options.speculative_config
     if speculation is None or not speculation.drafts_on_workers:
         return None
-    return DraftModelSource.of(options) if speculation.method == "draft_model" else EagleSource.of(options, config)
+    if speculation.method == "draft_model":
+        from octavo.runner.draft_model import DraftModelSource
+
+        return DraftModelSource.of(options)
+    from octavo.runner.eagle_drafter import EagleSource
+
+    return EagleSource.of(options, config)

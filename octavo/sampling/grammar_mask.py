@@ -6,16 +6,20 @@ import copy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from octavo.core.request import Generate
 from octavo.core.structured_outputs import TOO_COSTLY
-from octavo.grammar.matcher import GrammarTokenizer
 from octavo.kernels.sampling import mask_words, pack_mask
 from octavo.sampling.sampler_outputs import RowError
+
+if TYPE_CHECKING:  # who has a grammar has imported them
+    from llguidance import LLExecutor, LLMatcher
+
+    from octavo.grammar.matcher import GrammarTokenizer
 
 #: From so many masks on it pays to wake other threads for them.
 _PARALLEL_FROM = 8
@@ -167,6 +171,8 @@ class GrammarMasks:
             self._buffer = np.empty((rows, width), np.uint32)
         buffer = self._buffer[:rows]
         if rows >= _PARALLEL_FROM and self._num_threads > 1:
+            from llguidance import LLExecutor
+
             executor = self._executor = self._executor or LLExecutor(self._num_threads)
             pairs = [(mask.matcher, i) for i, mask in enumerate(masks)]
             executor.unsafe_compute_mask_ptr(pairs, buffer.ctypes.data, 4 * width, rows)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import os
 import resource
 import socket
 import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
-
-import psutil
 
 from octavo.core.server_options import ServerOptions
 from octavo.server.http_protocol import HttpProtocol
@@ -165,7 +164,7 @@ def connection_limits(options: ServerOptions) -> tuple[int, int]:
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     most = options.max_connections
     if allowed != resource.RLIM_INFINITY:
-        room = max(1, allowed - psutil.Process().num_fds() - RESERVED_DESCRIPTORS)
+        room = max(1, allowed - len(os.listdir("/dev/fd")) - RESERVED_DESCRIPTORS)
         if room < most:
             logger.warning(
                 "max_connections is %d here, not %d: the limit on open files (ulimit -n) is %d", room, most, allowed

@@ -15,8 +15,8 @@ from octavo.core.preparation import grammar_preparation
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.structured_outputs import Grammar
+from octavo.grammar import matcher
 from octavo.models.config_files import read_model_config
-from octavo.runner import grammar_preparer
 from octavo.runner.grammar_preparer import GrammarPreparer
 from octavo.runner.preparers import PreparerContext, WorkerPreparations
 from tests.busy_machine import eventually
@@ -81,13 +81,13 @@ def test_an_error_is_of_one_grammar(tiny_model: Path) -> None:
 
 
 def test_a_step_waits_for_a_while_and_others_do_not(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, compile_ = threading.Event(), grammar_preparer.compile_grammar
+    go, compile_ = threading.Event(), matcher.compile_grammar
 
     def slow(*args: Any) -> Any:
         go.wait()
         return compile_(*args)
 
-    monkeypatch.setattr(grammar_preparer, "compile_grammar", slow)
+    monkeypatch.setattr(matcher, "compile_grammar", slow)
     store = make(tiny_model)
     assert step(store, prepare=[grammar_preparation(A)]).prepared == []
     assert step(store).prepared == []
@@ -98,14 +98,14 @@ def test_a_step_waits_for_a_while_and_others_do_not(tiny_model: Path, monkeypatc
 
 
 def test_what_is_dropped_before_it_begins_is_not_compiled(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, begun, compile_ = threading.Event(), list[str](), grammar_preparer.compile_grammar
+    go, begun, compile_ = threading.Event(), list[str](), matcher.compile_grammar
 
     def slow(source: str, *args: Any) -> Any:
         begun.append(source)
         go.wait()
         return compile_(source, *args)
 
-    monkeypatch.setattr(grammar_preparer, "compile_grammar", slow)
+    monkeypatch.setattr(matcher, "compile_grammar", slow)
     store = make(tiny_model)
     many = [Grammar(key, LLMatcher.grammar_from_regex(f"{key}+")) for key in "abcdef"]
     step(store, prepare=list(map(grammar_preparation, many)))

@@ -22,6 +22,8 @@ from octavo.kernels.cpu.compiled import DTYPES, address, cpu, strided
 from octavo.kernels.interface import AttentionSpec
 
 _PAGE = 4096
+#: Bytes at the beginning of each array of the KV cache that are in small pages.
+_SMALL_PAGES = 2 << 20
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ def make_cache(
     """
     stride = block_bytes(kv_heads, head_dim, block_size, dtype)
     size = -(-blocks * stride // _PAGE) * _PAGE
-    memory = _untouched_zeros(vectors * layers * size)
+    memory = _untouched_zeros(vectors * layers, size)
     arrays = [
         CpuArray.over(memory[i * size :][: blocks * stride].reshape(blocks, stride)) for i in range(vectors * layers)
     ]
@@ -156,16 +158,21 @@ def _addresses(caches: list[LayerCache]) -> list[int]:
     return [address for addresses in both for address in addresses]
 
 
-def _untouched_zeros(size: int) -> np.ndarray:
-    """uint8 zeros that use no memory until they are written, in huge pages if the system has them.
+def _untouched_zeros(arrays: int, size: int) -> np.ndarray:
+    """uint8 zeros for so many arrays of ``size`` bytes, which use no memory until they are written.
 
-    A sequence's blocks are anywhere in the cache: with small pages each would need an entry in the TLB.
+    They are in huge pages if the system has them, but for the first bytes of each array. A sequence's blocks are
+    anywhere in the cache: with small pages each would need an entry in the TLB. The first blocks are few, and they are
+    the first that are written: of a huge page for each layer all is zeroed in the first step of an engine.
     """
     if size == 0:
         return np.zeros(0, np.uint8)
     if not hasattr(mmap, "MAP_PRIVATE"):
-        return np.zeros(size, np.uint8)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return np.zeros(arrays * size, np.uint8)
+    memory = mmap.mmap(-1, arrays * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        for end in range(size, arrays * size + 1, size):
+            begin = -(-(end - size + _SMALL_PAGES) // mmap.PAGESIZE) * mmap.PAGESIZE
+            if begin < end:
+                memory.madvise(mmap.MADV_HUGEPAGE, begin, end - begin)
     return np.frombuffer(memory, np.uint8)

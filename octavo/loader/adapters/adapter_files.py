@@ -7,7 +7,7 @@ from pathlib import Path
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.errors import AdapterError
-from octavo.loader.adapters import gguf_lora, peft_folder
+from octavo.loader.adapters import peft_folder
 from octavo.loader.adapters.lora_pairs import LoraWeights, assemble, check_pairs
 from octavo.loader.adapters.targets import AdapterTargets
 from octavo.loader.adapters.tensor_file import digest_file, new_digest, read_tensors, unreadable
@@ -31,6 +31,8 @@ def check_adapter(path: str | Path, name: str, targets: AdapterTargets, max_rank
     path = Path(os.path.expanduser(path))
     if path.is_file():
         _refuse_other_files(path)
+        from octavo.loader.adapters import gguf_lora  # brings the gguf package
+
         pairs = gguf_lora.read_pairs(gguf_lora.open_adapter(path), targets)
         file = path
     else:
@@ -63,6 +65,8 @@ def _read(path: Path, targets: AdapterTargets, max_rank: int) -> tuple[str, Lora
     """The digest of an adapter's files, and its weights."""
     if path.is_file():
         before = _version(path)
+        from octavo.loader.adapters import gguf_lora
+
         opened = gguf_lora.open_adapter(path)
         pairs, tensors = gguf_lora.read_pairs(opened, targets), gguf_lora.read_values(opened)
         file, digest = path, new_digest()
