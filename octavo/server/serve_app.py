@@ -209,6 +209,7 @@ def _make_routes(
 ) -> tuple[FastAPI, Metrics]:
     """The application, made while the engine loads, as are the imports of what serves it."""
     with phase("imports of the HTTP server"):
+        _import_fastapi()
         for name in ("octavo.server.app", "uvicorn.lifespan.off", "octavo.server.listener"):
             importlib.import_module(name)
     from octavo.server.app import make_routes
@@ -217,6 +218,17 @@ def _make_routes(
     with phase("routes"):
         metrics = Metrics(names[0], lambda: writer.dropped)
         return make_routes(options, metrics, keys), metrics
+
+
+def _import_fastapi() -> None:
+    """Imports FastAPI; its models of the OpenAPI page, half of its time, are built when somebody asks for the page."""
+    from pydantic import BaseModel
+
+    BaseModel.model_config["defer_build"] = True  # models inherit it
+    try:
+        importlib.import_module("fastapi")
+    finally:
+        del BaseModel.model_config["defer_build"]
 
 
 async def _make_service(
