@@ -62,6 +62,24 @@ def test_the_error_types_come_without_anything_heavy() -> None:
     assert python(code) == "[]"
 
 
+@pytest.mark.parametrize(
+    ("modules", "others"),
+    [
+        (
+            "octavo.engine.core_process, octavo.engine.core, octavo.runner.model_runner",
+            ("torch", "gguf", "jinja2", "llguidance", "tokenizers", "yaml"),
+        ),
+        (
+            "octavo.server.serve_app, octavo.engine.async_llm, octavo.server.app, octavo.server.listener",
+            ("torch", "numpy", "gguf", "llguidance", "yaml", "psutil"),
+        ),
+    ],
+    ids=["engine core", "server"],
+)
+def test_a_server_that_starts_imports_nothing_that_few_requests_need(modules: str, others: tuple[str, ...]) -> None:
+    assert python(f"import sys, {modules}; print([m for m in {others} if m in sys.modules])") == "[]"
+
+
 @pytest.mark.parametrize("name", octavo.__all__)
 def test_every_public_name_can_be_imported(name: str) -> None:
     if name in ("LLM", "LLMEngine"):
