@@ -33,7 +33,9 @@ help:
 	@echo
 	@echo "PYTHON=python3.12 make ... uses another Python (3.11 or newer) for the virtual environment."
 
+# Without kernels, for lack of a compiler, torch computes.
 demo: kernels
+	@ls octavo/_cpu*.so >/dev/null 2>&1 || $(BIN)/python scripts/install.py torch
 	@$(BIN)/python scripts/demo.py
 
 # The tests start some hundred processes: none compiles the package anew, whatever is set outside.

@@ -2,7 +2,7 @@
 # Builds the CPU kernels, octavo/_cpu, in place: scripts/build_cpu.sh [cmake options]
 # For the best instruction set of this processor and for generic, or with OCTAVO_ALL_ISAS=1 for all that there are.
 # What was built is kept in build/, so that only what has changed is compiled, and nothing if nothing has. Without a
-# C++ compiler or Python's headers nothing is built: that is said, and no error, as Octavo computes in plain torch then.
+# C++ compiler or Python's headers nothing is built: that is said, and no error, as the reference backend serves then.
 # PYTHON: the Python to build for, which has cmake, ninja and nanobind. CXX: the compiler (CXX=none: do without).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,8 +24,8 @@ lacks=
 [ -e "$header" ] || lacks="there is no $header; after 'apt install python3-dev'"
 [ -n "$CXX" ] || lacks="no C++17 compiler was found (CXX, c++, g++, clang++); after 'apt install g++'"
 if [ -n "$lacks" ]; then
-  echo "== the CPU kernels are not compiled, without which Octavo computes in plain torch, many times slower:" \
-    "$lacks (or the like) run the same command again" >&2
+  echo "== the CPU kernels are not compiled: $lacks (or the like) run the same command again. Without them Octavo needs" \
+    "torch (scripts/install.py torch), and is many times slower" >&2
   exit 0
 fi
 

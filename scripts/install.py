@@ -54,12 +54,6 @@ def requirements(extras: Iterable[str], pyproject: Path = PYPROJECT) -> list[str
     return list(dict.fromkeys(found))
 
 
-def dependencies(pyproject: Path = PYPROJECT) -> list[str]:
-    """The requirements of the package without extras."""
-    listed: list[str] = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["dependencies"]
-    return listed
-
-
 # ---- with uv, or with pip -------------------------------------------------------------------------------------------
 
 
@@ -125,7 +119,7 @@ def torch_requirement(among: Iterable[str]) -> str | None:
 
 def install_torch(wanted: str) -> int:
     """Installs torch within this range, unless it is there; the exit code."""
-    if os.environ.get("OCTAVO_TORCH", "cpu") not in ("cpu", "cuda"):
+    if os.environ.get("OCTAVO_TORCH", "cpu") not in ("", "cpu", "cuda"):
         print(f"OCTAVO_TORCH must be cpu or cuda, not {os.environ['OCTAVO_TORCH']!r}", file=sys.stderr)
         return 2
     if torch_fits(wanted):
@@ -181,7 +175,7 @@ def main(arguments: Sequence[str]) -> int:
     """Installs torch first, if any of it needs that, then all else at once."""
     editable = "--editable" in arguments
     wanted = requirements(argument for argument in arguments if argument != "--editable")
-    torch = torch_requirement([*wanted, *(dependencies() if editable else [])])
+    torch = torch_requirement(wanted)
     if torch is not None and (code := install_torch(torch)):
         return code
     package = ["--editable", ".", "--config-settings=wheel.cmake=false"] if editable else []

@@ -41,3 +41,4 @@ def test_the_wheel_answers_from_an_empty_environment() -> None:
     figures = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     assert "Paris" in figures["answer"]
     assert figures["packages"]["octavo"] < 20
+    assert "torch" not in figures["packages"] and figures["installed_megabytes"] < 250
