@@ -21,7 +21,7 @@ from octavo.core.errors import ConfigError
 from octavo.core.server_options import API_KEYS_VARIABLE, ServerOptions
 from octavo.core.start_process import SECRET_VARIABLES
 from octavo.core.startup_profile import phase, profile, table
-from octavo.engine.garbage import IDLE_INTERVAL, IdleCollector, settle_collector
+from octavo.engine.garbage import IDLE_INTERVAL, IdleCollector, return_freed_memory, settle_collector
 from octavo.server.api_keys import read_api_keys
 from octavo.server.loading import answers_while_loading
 
@@ -214,10 +214,13 @@ def _make_routes(
             importlib.import_module(name)
     from octavo.server.app import make_routes
     from octavo.server.metrics import Metrics
+    from octavo.server.protocol import ChatCompletionRequest
 
     with phase("routes"):
         metrics = Metrics(names[0], lambda: writer.dropped)
-        return make_routes(options, metrics, keys), metrics
+        app = make_routes(options, metrics, keys)
+        ChatCompletionRequest.model_rebuild()  # most likely what the first request is
+        return app, metrics
 
 
 def _import_fastapi() -> None:
@@ -354,6 +357,7 @@ class _ServerLifecycle:
 
     async def _collect_when_idle(self) -> None:
         collector = IdleCollector()
+        await asyncio.to_thread(return_freed_memory)
         while True:
             await asyncio.sleep(IDLE_INTERVAL)
             if not self._service.llm.num_open:

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from octavo.core.server_options import ServerOptions
 from octavo.server.loading import answers_while_loading
 from octavo.server.serve_app import listening_socket
+from tests.busy_machine import eventually
 from tests.server.running_server import TINY, running
 
 PATIENCE = 120
@@ -129,3 +131,15 @@ def test_the_profile_says_when_each_process_did_what(tiny_model: Path, tmp_path:
     ):
         assert re.search(rf"INFO +[\d.]+ +\+[\d.]+  {phase}\n", texts[name]), texts[name]
         assert re.search(rf"INFO   imports [\d.]+: .*\b{package} [\d.]+,", texts[name]), texts[name]
+
+
+def test_an_idle_server_is_small(tiny_model: Path, tmp_path: Path) -> None:
+    with running(tiny_model, tmp_path / "log", *TINY) as server:
+        with server.http() as http:
+            http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1})
+
+        def megabytes() -> list[float]:
+            return [psutil.Process(pid).memory_info().rss / 2**20 for pid in (server.process.pid, server.core_pid())]
+
+        # Beside weights and KV cache, which are next to nothing here; pages that processes share count for each.
+        eventually(lambda: sum(megabytes()) < 200, lambda: f"{megabytes()} MB")
