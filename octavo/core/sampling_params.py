@@ -13,9 +13,10 @@ import msgspec
 from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import StructuredOutputsParams, structured_outputs_of
 
-#: ``f(output_token_ids, logits)`` or ``f(prompt_token_ids, output_token_ids, logits)``; logits is a float32 tensor
-#: [vocab_size] of this request's next token; the return value replaces it. One that takes two
-#: arguments is called with two.
+#: ``f(output_token_ids, logits)`` or ``f(prompt_token_ids, output_token_ids, logits)``; logits is float32
+#: [vocab_size] of this request's next token: a tensor where torch is imported in the process, as it is by a module that
+#: imports it, and else an array of numpy. The return value, of either kind, replaces it. One that takes two arguments
+#: is called with two.
 LogitsProcessor = Callable[..., Any]
 
 #: Fields of other engines that have one value here, and why no other.

@@ -172,16 +172,16 @@ class CustomProcessors(LogitsEdit):
         """See ``LogitsEdit``; a callable that raises, or returns something other than logits, is a ``RowError``."""
         outputs = token_ids[self._num_prompt :].tolist()
         # A copy, as a processor may keep or modify its argument.
-        current = _as_written_for(logits.copy())
+        current = logits.copy()
         for processor, takes_prompt in self._processors:
             try:
                 before = (list(self._prompt), list(outputs)) if takes_prompt else (list(outputs),)
-                current = _checked(processor(*before, current), logits.size)
+                current = _checked(processor(*before, _as_written_for(current)), logits.size)
             except Exception as error:
                 name = getattr(processor, "__qualname__", type(processor).__qualname__)
                 raise RowError(f"logits processor {name} failed: {type(error).__name__}: {error}") from error
         # Some processors force a token by +inf; the largest finite number has the same effect and yields no NaN.
-        np.minimum(np.asarray(current), _LARGEST, out=logits)
+        np.minimum(current, _LARGEST, out=logits)
 
 
 def _as_written_for(logits: NDArray[np.float32]) -> Any:
@@ -190,16 +190,17 @@ def _as_written_for(logits: NDArray[np.float32]) -> Any:
     return logits if torch is None else torch.from_numpy(logits)
 
 
-def _checked(result: Any, vocab_size: int) -> Any:
-    """The logits that a processor returned: float32, of torch or numpy as they came."""
+def _checked(result: Any, vocab_size: int) -> NDArray[np.float32]:
+    """The logits that a processor returned, a tensor of torch or an array of any numbers that float32 stands for."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(result, torch.Tensor):
-        result = result.detach().to("cpu", torch.float32)
+        result = result.detach().to("cpu", torch.float32).numpy()
     elif not isinstance(result, np.ndarray):
         raise TypeError(f"it must return an array or tensor of logits, not {type(result).__name__}")
-    if tuple(result.shape) != (vocab_size,):
+    if result.shape != (vocab_size,):
         raise ValueError(f"it must return logits of shape [{vocab_size}], not {list(result.shape)}")
-    return result if torch is None or not isinstance(result, np.ndarray) else torch.from_numpy(result)
+    values: NDArray[np.float32] = np.ascontiguousarray(result).astype(np.float32, casting="same_kind", copy=False)
+    return values
 
 
 def _takes_prompt(processor: LogitsProcessor) -> bool:
