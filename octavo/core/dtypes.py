@@ -37,6 +37,11 @@ class DType(StrEnum):
         return int(self.numpy.itemsize)
 
     @property
+    def checkpoint_name(self) -> str:
+        """The name in headers of safetensors and of GGUF files, such as "BF16"."""
+        return _CHECKPOINT_NAMES[self]
+
+    @property
     def is_float(self) -> bool:
         """Whether it has 16 bits or more and a floating point."""
         return self in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
@@ -50,6 +55,18 @@ class DType(StrEnum):
         """
         name = values.dtype.name
         return cls.FP8 if name == "float8_e4m3fn" else cls(name)
+
+
+_CHECKPOINT_NAMES = {
+    DType.FLOAT32: "F32",
+    DType.BFLOAT16: "BF16",
+    DType.FLOAT16: "F16",
+    DType.FP8: "F8_E4M3",
+    DType.INT8: "I8",
+    DType.UINT8: "U8",
+    DType.INT32: "I32",
+    DType.INT64: "I64",
+}
 
 
 def rounded(values: np.ndarray, dtype: DType) -> np.ndarray:

@@ -15,7 +15,7 @@ from octavo.core.dtypes import DType, rounded
 from octavo.core.errors import ConfigError
 from octavo.kernels.quantized_rows import QuantizedRows
 
-_PLAIN = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
+_PLAIN = {dtype.checkpoint_name: dtype for dtype in DType if dtype.is_float}
 #: Types of which the compiled kernels compute the values.
 _COMPILED = ("Q4_0", "Q4_1", "Q8_0")
 #: Values that the gguf package dequantises at once: its steps stay in a processor's cache.

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import WeightError
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.layer import Layer
@@ -26,19 +27,12 @@ from octavo.layers.layer import Layer
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _FLOATS = ("float32", "bfloat16", "float16")
-#: The types of safetensors.
+#: The types of safetensors: the engine's, and those that it reads to refuse or to pass over.
 DTYPES: dict[str, np.dtype[Any]] = {
+    **{dtype.checkpoint_name: dtype.numpy for dtype in DType},
     "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
     "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
 #: Largest index that is read, in bytes.
