@@ -2,7 +2,16 @@
 #pragma once
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
+
 namespace octavo {
+
+// Arrays come as addresses; who passes one keeps its memory alive.
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
 void bind_tape(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
 void bind_pointwise(nanobind::module_& m);

@@ -56,20 +56,15 @@ CacheShape shape_of(Dtype cache_dtype, int64_t kv_heads, int64_t head_dim, int64
   return {cache_dtype, kv_heads, head_dim, block_size, latent};
 }
 
-void require_float(Dtype dtype) {
+void require_float_rows(Dtype dtype) {
   if (dtype != Dtype::f32 && dtype != Dtype::bf16)
     throw std::invalid_argument("queries, keys and values must be f32 or bf16, not i8");
-}
-
-template <typename T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
 }
 
 OpPtr reshape_and_cache(uintptr_t k, int64_t k_stride, uintptr_t v, int64_t v_stride, uintptr_t key_cache,
                         uintptr_t value_cache, int64_t kv_heads, int64_t head_dim, int64_t block_size, Dtype dtype,
                         Dtype cache_dtype, int64_t group, int64_t latent) {
-  require_float(dtype);
+  require_float_rows(dtype);
   return std::make_shared<WriteOp>(CacheWrite{pointer<void>(k), k_stride, pointer<void>(v), v_stride, dtype,
                                               pointer<char>(key_cache), pointer<char>(value_cache),
                                               shape_of(cache_dtype, kv_heads, head_dim, block_size, latent)},
@@ -80,7 +75,7 @@ OpPtr paged_attention(uintptr_t q, int64_t q_stride, uintptr_t out, uintptr_t ke
                       int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, Dtype dtype,
                       Dtype cache_dtype, double scale, int64_t window, double soft_cap, uintptr_t alibi_slopes,
                       bool causal, int64_t group, int64_t latent) {
-  require_float(dtype);
+  require_float_rows(dtype);
   const CacheShape shape = shape_of(cache_dtype, kv_heads, head_dim, block_size, latent);
   if (heads < 1 || heads % kv_heads != 0)
     throw std::invalid_argument("heads must be a multiple of kv_heads (" + std::to_string(kv_heads) + "), not " +

@@ -225,11 +225,6 @@ class IfAdapters : public Op {
   OpPtr with_, without_;
 };
 
-template <typename T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 OpPtr low_rank(LowRankProducts::Slots slots, int64_t inputs, std::vector<int64_t> outputs, Dtype dtype, uintptr_t x,
                int64_t x_stride, Dtype x_dtype, uintptr_t add, int64_t add_stride, uintptr_t out, int64_t out_stride) {
   const int64_t columns = std::accumulate(outputs.begin(), outputs.end(), int64_t{0});

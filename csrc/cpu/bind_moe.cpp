@@ -261,11 +261,6 @@ class Experts : public Op {
   int64_t at_once_;
 };
 
-template <typename T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 OpPtr route(uintptr_t logits, int64_t logits_stride, uintptr_t bias, uintptr_t chosen, uintptr_t weights,
             int64_t experts, int64_t shared, int64_t top_k, int64_t groups, int64_t top_groups, int64_t best_of_group,
             bool sigmoid, bool renormalize, double scale) {

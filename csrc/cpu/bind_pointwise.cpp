@@ -48,11 +48,6 @@ void require_float(Dtype dtype) {
     throw std::invalid_argument("the type of an activation or weight must be f32 or bf16, not i8");
 }
 
-template <typename T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 OpPtr embedding(uintptr_t table, int64_t rows, int64_t width, uintptr_t out, Dtype dtype,
                 std::optional<Dtype> out_dtype, int64_t first, bool by_position, double scale, uintptr_t add) {
   const Dtype result = out_dtype.value_or(dtype);

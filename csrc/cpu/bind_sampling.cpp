@@ -15,11 +15,6 @@ namespace octavo {
 
 namespace {
 
-template <typename T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 void require_vocabulary(int64_t vocab) {
   if (vocab < 1 || vocab > std::numeric_limits<int32_t>::max())
     throw std::invalid_argument("a vocabulary must have from 1 to 2^31 - 1 tokens, not " + std::to_string(vocab));

@@ -16,11 +16,6 @@ using namespace octavo;
 
 namespace {
 
-template <typename T>
-const T* pointer(uintptr_t address) {
-  return reinterpret_cast<const T*>(address);
-}
-
 }  // namespace
 
 NB_MODULE(_cpu, m) {

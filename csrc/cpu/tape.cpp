@@ -19,11 +19,6 @@ namespace octavo {
 
 namespace {
 
-template <typename T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 // Consecutive row-wise operations over the same rows are merged into one loop: memory is reused only by buffers of equal
 // size (see octavo/kernels/cpu/arena.py), so rows of different tokens do not overlap.
 class Tape {
