@@ -73,6 +73,11 @@ def test_a_product_added_to_the_residual(
         assert total.data_ptr() == residual.data_ptr()
 
 
+def flushed(x: Tensor) -> Tensor:
+    """With zeros for denormals, which torch computes with and the kernels do not."""
+    return x.masked_fill(x.abs() < torch.finfo(x.dtype).tiny, 0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inner", [16, 80, 23])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,7 +100,7 @@ def test_activations_see_float32_and_rows_without_an_addend_keep_their_bits(
             _cpu.activate(product.data_ptr(), 2 * inner, *arguments).run(_cpu.Step(rows))
             assert torch.equal(plain(x, None, again and again(), name), activated.to(dtype))
             gate, up = activated[:, :inner], product[:, inner:]
-            assert torch.equal(gated(x, None, added, name), (gate * up).to(dtype))
+            assert torch.equal(gated(x, None, added, name), flushed(gate * up).to(dtype))
         assert torch.equal(gated(x, None, add, name)[::2], gated(x, activation=name)[::2])
         assert torch.equal(plain(x, None, add, name)[::2], plain(x, activation=name)[::2])
 
