@@ -62,7 +62,7 @@ def processor_seconds() -> float:
 def build(folder: Path) -> Path:
     """Builds the wheel from this checkout."""
     command = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, stdout=sys.stdout)
     [wheel] = folder.glob("octavo-*.whl")
     return wheel
 
@@ -120,12 +120,13 @@ def measure(wheel: Path | None, extra: str | None) -> dict[str, Any]:
         target = f"{wheel}[{extra}]" if extra else str(wheel)
         with timed(figures, "install_seconds", f"pip install {wheel.name}{f'[{extra}]' if extra else ''}"):
             command = [str(programs / "python"), "-m", "pip", "install", "-qq", target]
-            subprocess.run(command, check=True, env=environ, cwd=folder)
+            subprocess.run(command, check=True, env=environ, cwd=folder, stdout=sys.stdout)
         packages = sizes(programs / "python")
         figures["installed_megabytes"] = megabytes(sum(packages.values()))
         figures["packages"] = {name: megabytes(size) for name, size in packages.items()}
         with timed(figures, "pull_seconds", f"octavo pull {MODEL}"):
-            subprocess.run([str(programs / "octavo"), "pull", MODEL], check=True, env=environ, cwd=folder)
+            command = [str(programs / "octavo"), "pull", MODEL]  # which prints the model's folder
+            subprocess.run(command, check=True, env=environ, cwd=folder, stdout=sys.stdout)
         for name, what in (("first_start_seconds", "first"), ("second_start_seconds", "second")):
             print(f"== octavo serve {MODEL}, {what} start", flush=True)
             seconds, figures["answer"] = first_answer(programs / "octavo", environ)
