@@ -31,6 +31,7 @@ class TritonDenseWeight(PackedWeight):
     gated: bool
     #: A row's bits are the same in any batch.
     deterministic: bool
+    has_rows = True
 
     def __call__(
         self,
@@ -46,11 +47,6 @@ class TritonDenseWeight(PackedWeight):
             return self._product(x, dtype, add)
         product = self._product(x, x.dtype, add)
         return activate(product, activation, gated=self.gated).to(dtype)
-
-    @property
-    def has_rows(self) -> bool:  # type: ignore[override]
-        """All but gated ones, whose rows are never looked up."""
-        return not self.gated
 
     def rows(self, ids: Tensor, first: int, *, scale: float, dtype: DType) -> Tensor:
         """One launch."""
