@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from octavo.core.pooler_config import PoolerConfig
 
 #: Scalings of the rotary embedding that can be computed.
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
@@ -96,6 +98,15 @@ class ModelConfig:
     quantization: CheckpointQuantization | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    #: What the network makes of hidden states: logits of the next token (lm), class scores of a text (sequence) or of
+    #: each token (token), or nothing.
+    head: Literal["lm", "sequence", "token", "none"] = "lm"
+    #: Whether every token sees the whole text: then a text is computed in one step, and nothing of it is kept.
+    is_encoder: bool = False
+    #: Names of the classes.
+    labels: tuple[str, ...] = ()
+    #: How vectors and class scores are made.
+    pooler: PoolerConfig = field(default_factory=lambda: PoolerConfig(kind="last"))
 
     @property
     def attention_width(self) -> int:

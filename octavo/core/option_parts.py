@@ -47,6 +47,12 @@ class ModelOptions(OptionPart):
     model: str = Field(
         description="A built-in name (smollm2-135m), a Hugging Face folder, a .gguf file, or a hub id (owner/name)."
     )
+    task: Literal["auto", "generate", "embed", "classify", "score"] = Field(
+        "auto",
+        description="What the model is for, where its files do not say it: text (generate), vectors (embed), class "
+        "scores (classify), or how well texts fit (score: of a language model that answers yes or no). auto: all that "
+        "its network has a head for.",
+    )
     tokenizer: str | None = Field(None, description="Folder with a tokenizer, if not the model's own.")
     skip_tokenizer_init: bool = Field(
         False,

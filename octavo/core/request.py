@@ -9,6 +9,7 @@ import msgspec
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.pooling_params import PoolingParams
 from octavo.core.reasoning import ThinkingBudget
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import SamplingParams
@@ -151,7 +152,16 @@ class Beam(Task):
 
 
 class Pool(Task):
-    """One vector for the whole prompt, as the network pools its hidden states."""
+    """A vector or scores, made of the hidden states of the prompt."""
+
+    #: Resolved: its ``task`` is named.
+    params: PoolingParams
+    #: First position that counts among the pooled ones.
+    first: int = 0
+    #: Position of the first token of the second text of a pair, of networks that tell both apart; 0: there is one text.
+    second_text: int = 0
+    #: Of a score that a language model gives: its logits of these tokens, of which the last means that it fits.
+    answer_ids: list[int] = []
 
     stop_token_ids: ClassVar[tuple[int, ...]] = ()
 

@@ -40,6 +40,10 @@ class Network(Layer, ABC):
     #: The KV entries of each layer of this stage, on this rank.
     kv_specs: list[KVSpec]
 
+    #: Of an encoder, whose ``kv_specs`` are empty: keys and values of a layer. Its layers share a cache of this shape for
+    #: the tokens of one step, so ``forward_layers`` gets the same one for each layer.
+    workspace: KVSpec | None = None
+
     @classmethod
     @abstractmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
@@ -98,6 +102,12 @@ class Network(Layer, ABC):
     def logits(self, hidden: Array) -> Array:
         """Hidden states [n, E] to logits float32 [n, vocab]; last stage only."""
         raise NotImplementedError(f"{type(self).__name__} has no language-model head")
+
+    def scores(self, rows: Array) -> Array:
+        """Class scores float32 [n, labels] of pooled hidden states [n, E], or of tokens, where ``ModelConfig.head`` says
+        that there are any; before sigmoid or softmax. Last stage only, and not part of recorded steps.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no classification head")
 
     def pool(self, hidden: Array, batch: ForwardBatch) -> np.ndarray:
         """Hidden states [T, E] of the batch's tokens to a vector for each sequence, float32 [S, D]; last stage only.

@@ -10,6 +10,7 @@ import pytest
 from octavo.core.adapters import LoRARequest, PromptAdapterRequest
 from octavo.core.errors import AdapterError, InvalidRequestError
 from octavo.core.messages import Add, ToCore
+from octavo.core.pooling_params import PoolingParams
 from octavo.core.request import EngineCoreRequest, Pool
 from octavo.core.request_options import KEYWORDS, RequestOptions, options_for_each, options_from_keywords
 
@@ -68,6 +69,8 @@ def test_a_wrong_value_is_refused_when_the_options_are_made(field: str, value: A
 
 def test_they_are_sent_whole() -> None:
     options = RequestOptions(priority=2.5, user="me", ttft_target=0.5, tpot_target=0.1, cache_salt="x", pin_as="p")
-    request = EngineCoreRequest(group_id=0, prompt_token_ids=[1], task=Pool(), options=options)
+    request = EngineCoreRequest(
+        group_id=0, prompt_token_ids=[1], task=Pool(PoolingParams(task="embed")), options=options
+    )
     message = msgspec.msgpack.Decoder(ToCore).decode(msgspec.msgpack.encode(Add(request)))
     assert isinstance(message, Add) and message.request.options == options

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo import LLM, InvalidRequestError, SamplingParams
+from octavo.core.pooling_params import PoolingParams
 from octavo.core.request import EngineCoreRequest, Generate, Pool
 from octavo.engine.core import EngineCore
 from octavo.engine.llm_engine import LLMEngine
@@ -37,7 +38,9 @@ def make(tiny_model: Path) -> MakeEngine:
 def pool(core: EngineCore, prompts: list[list[int]], neighbours: int = 0) -> list[NDArray[np.float32]]:
     """The vectors of prompts that arrive together, with so many requests that generate."""
     for i, prompt in enumerate(prompts):
-        core.scheduler.add(EngineCoreRequest(group_id=i, prompt_token_ids=prompt, task=Pool()))
+        core.scheduler.add(
+            EngineCoreRequest(group_id=i, prompt_token_ids=prompt, task=Pool(PoolingParams(task="embed")))
+        )
     for i in range(neighbours):
         core.scheduler.add(
             EngineCoreRequest(group_id=100 + i, prompt_token_ids=PROMPTS[i][::-1], task=Generate(GREEDY, i))

@@ -1,0 +1,70 @@
+"""Outputs of requests for vectors and scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.core.outputs import RequestMetrics
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What was computed of one prompt."""
+
+    #: float32: a vector [D], class scores [labels], or a row for each token [tokens, D]. Empty if it failed.
+    data: np.ndarray
+    #: Why it failed, if it did.
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt."""
+
+    embedding: list[float]
+    error: str | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of the vector."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """The class scores of one prompt."""
+
+    probs: list[float]
+    error: str | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """Classes of the model."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts fit."""
+
+    score: float
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """The output of a request; ``outputs`` is one of the kinds above."""
+
+    request_id: str
+    outputs: PoolingOutput | EmbeddingOutput | ClassificationOutput | ScoringOutput
+    prompt: str | None
+    prompt_token_ids: list[int]
+    metrics: RequestMetrics
+    finished: bool = True
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV entries were found instead of computed."""
+        return self.metrics.num_cached_tokens
