@@ -31,7 +31,7 @@ ON_OR_OFF = ForeignOption((False, True))
 
 _ONE_WORKER = "workers divide matrices and layers, nothing else"
 _TEXT_ALONE = "models take text alone, no images or audio"
-_GENERATES = "Octavo generates text; pooling models are not supported"
+_GENERATES = "a model does all that its network has a head for, or what the option task says"
 _SPECULATION = "drafts are asked for with speculative_config"
 _FROM_CHECKPOINT = "it is read from the checkpoint's config.json"
 _NO_TRANSFER = "the KV cache is not shared between engines"
@@ -55,9 +55,8 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "model_loader_extra_config": ForeignOption((None, {}), "loading has no further options"),
     "model_impl": ForeignOption(("auto",), "the networks are Octavo's own"),
     "use_tqdm_on_load": ON_OR_OFF,
-    "task": ForeignOption(("auto", "generate", None), _GENERATES),
-    "runner": ForeignOption(("auto", "generate"), _GENERATES),
-    "convert": ForeignOption(("auto", "none"), _GENERATES),
+    "runner": ForeignOption(("auto", "generate", "pooling"), _GENERATES),
+    "convert": ForeignOption(("auto", "none", "embed"), _GENERATES),
     "pooler_config": ForeignOption((None,), _GENERATES),
     "override_pooler_config": ForeignOption((None,), _GENERATES),
     "limit_mm_per_prompt": ANY,  # there are none to limit

@@ -42,7 +42,7 @@ class PoolerConfig:
     default_prompt_name: str | None = None
     #: Tokens after which the model's own library cuts texts; None: it names none.
     max_seq_length: int | None = None
-    #: Numbers of a vector that the model was trained for beside all (Matryoshka); None: its files name none, so that any
+    #: Numbers of a vector that the model was trained for beside all (Matryoshka); None: its files name none, and any
     #: number up to all may be asked for; empty: none.
     dimensions: tuple[int, ...] | None = None
     #: How the model's vectors are compared.

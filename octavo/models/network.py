@@ -40,8 +40,8 @@ class Network(Layer, ABC):
     #: The KV entries of each layer of this stage, on this rank.
     kv_specs: list[KVSpec]
 
-    #: Of an encoder, whose ``kv_specs`` are empty: keys and values of a layer. Its layers share a cache of this shape for
-    #: the tokens of one step, so ``forward_layers`` gets the same one for each layer.
+    #: Of an encoder, whose ``kv_specs`` are empty: keys and values of a layer. Its layers share a cache of this shape
+    #: for the tokens of one step, so ``forward_layers`` gets the same one for each layer.
     workspace: KVSpec | None = None
 
     @classmethod
@@ -104,8 +104,8 @@ class Network(Layer, ABC):
         raise NotImplementedError(f"{type(self).__name__} has no language-model head")
 
     def scores(self, rows: Array) -> Array:
-        """Class scores float32 [n, labels] of pooled hidden states [n, E], or of tokens, where ``ModelConfig.head`` says
-        that there are any; before sigmoid or softmax. Last stage only, and not part of recorded steps.
+        """Class scores float32 [n, labels] of hidden states [n, E], pooled or of tokens as ``ModelConfig.head`` says,
+        before sigmoid or softmax. Last stage only, and not part of recorded steps.
         """
         raise NotImplementedError(f"{type(self).__name__} has no classification head")
 

@@ -18,6 +18,7 @@ from octavo.core.request import EngineCoreRequest, Generate, Pool
 from octavo.engine.core import EngineCore
 from octavo.engine.llm_engine import LLMEngine
 
+EMBED = Pool(PoolingParams(task="embed"))
 _RNG = random.Random(7)
 PROMPTS = [[_RNG.randrange(2, 258) for _ in range(n)] for n in (1, 2, 15, 16, 17, 33, 80, 41)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -38,9 +39,7 @@ def make(tiny_model: Path) -> MakeEngine:
 def pool(core: EngineCore, prompts: list[list[int]], neighbours: int = 0) -> list[NDArray[np.float32]]:
     """The vectors of prompts that arrive together, with so many requests that generate."""
     for i, prompt in enumerate(prompts):
-        core.scheduler.add(
-            EngineCoreRequest(group_id=i, prompt_token_ids=prompt, task=Pool(PoolingParams(task="embed")))
-        )
+        core.scheduler.add(EngineCoreRequest(group_id=i, prompt_token_ids=prompt, task=EMBED))
     for i in range(neighbours):
         core.scheduler.add(
             EngineCoreRequest(group_id=100 + i, prompt_token_ids=PROMPTS[i][::-1], task=Generate(GREEDY, i))

@@ -35,6 +35,7 @@ from tests.scheduler.fake_worker import (
 )
 
 BLOCK = 4
+EMBED = Pool(PoolingParams(task="embed"))
 
 
 def make(
@@ -877,7 +878,7 @@ def test_salts_and_adapters_have_one_name_for_each_pair() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_task_without_sampling_ends_when_its_prompt_is_computed(depth: int, length: int) -> None:
     engine = make(blocks=10, max_num_seqs=4, max_num_batched_tokens=5, depth=depth)
-    tasks: list[AnyTask] = [Generate(SamplingParams(n=3, max_tokens=0), 0), Pool(PoolingParams(task="embed"))]
+    tasks: list[AnyTask] = [Generate(SamplingParams(n=3, max_tokens=0), 0), EMBED]
     for group_id, task in enumerate(tasks, start=1):
         source = request(group_id, length)
         source.task = task
@@ -898,7 +899,7 @@ def test_prompts_alone_among_others_short_of_blocks() -> None:
     for group_id in range(1, 9):
         source = request(group_id, 3 + 3 * group_id, max_tokens=0 if group_id % 3 else 9)
         if group_id % 3 == 1:
-            source.task = Pool(PoolingParams(task="embed"))
+            source.task = EMBED
         engine.add(source)
     finish(engine)
     assert [a.group_reason for a in engine.answers.values()] == ["length", "length", None] * 2 + ["length"] * 2
