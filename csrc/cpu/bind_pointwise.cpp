@@ -49,12 +49,12 @@ void require_float(Dtype dtype) {
 }
 
 OpPtr embedding(uintptr_t table, int64_t rows, int64_t width, uintptr_t out, Dtype dtype,
-                std::optional<Dtype> out_dtype, int64_t first, bool by_position, double scale, uintptr_t add) {
+                std::optional<Dtype> out_dtype, int64_t first, Ids ids, double scale, uintptr_t add) {
   const Dtype result = out_dtype.value_or(dtype);
   require_float(dtype);
   require_float(result);
   return row_op(&PointwiseTable::embedding,
-                Embedding{pointer<void>(table), dtype, width, first, rows, by_position, pointer<void>(out), result,
+                Embedding{pointer<void>(table), dtype, width, first, rows, ids, pointer<void>(out), result,
                           static_cast<float>(scale), pointer<float>(add)},
                 width);
 }
@@ -159,8 +159,12 @@ void logsumexp(uintptr_t logits, int64_t rows, int64_t vocab, uintptr_t out) {
 }  // namespace
 
 void bind_pointwise(nb::module_& m) {
+  nb::enum_<Ids>(m, "Ids")
+      .value("token_ids", Ids::token_ids)
+      .value("positions", Ids::positions)
+      .value("token_types", Ids::token_types);
   m.def("embedding", &embedding, "table"_a, "rows"_a, "width"_a, "out"_a, "dtype"_a, "out_dtype"_a = nb::none(),
-        "first"_a = 0, "by_position"_a = false, "scale"_a = 1.0, "add"_a = 0);
+        "first"_a = 0, "ids"_a = Ids::token_ids, "scale"_a = 1.0, "add"_a = 0);
   m.def("rms_norm", &rms_norm, "x"_a, "x_dtype"_a, "x_stride"_a, "weight"_a, "w_dtype"_a, "out"_a, "out_dtype"_a,
         "width"_a, "eps"_a, "rows_per_token"_a = 1, "head_stride"_a = 0, "out_stride"_a = 0, "out_head_stride"_a = 0,
         "add"_a = 0);

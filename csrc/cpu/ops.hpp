@@ -11,6 +11,9 @@ enum class Dtype : int { f32 = 0, bf16 = 1, i8 = 2 };
 // The rows of an operation: the step's tokens, the sampled positions, or encoder tokens.
 enum class Rows : int { tokens = 0, sampled = 1, encoder = 2 };
 
+// What an embedding looks up.
+enum class Ids : int { token_ids, positions, token_types };
+
 // What is done to each element of a product; see activations.hpp.
 enum class Activation : int { none, silu, gelu, gelu_tanh, relu };
 
@@ -33,6 +36,11 @@ struct Step {
   const int64_t* sampled_rows = nullptr;  // [sampled]: which tokens
   const int32_t* adapters = nullptr;      // [T]: slot of each token's adapter, -1 for none; null: no token has one
   const int64_t* adapter_rows = nullptr;  // of an operation over other rows: whose adapters they have; null: their own
+  const int64_t* token_types = nullptr;   // [T]
+
+  const int64_t* ids(Ids which) const {
+    return which == Ids::token_ids ? token_ids : which == Ids::positions ? positions : token_types;
+  }
 
   // The same step as a layer of this KV group sees it.
   Step of_group(int64_t group) const {

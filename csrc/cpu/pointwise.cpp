@@ -16,7 +16,7 @@ namespace {
 void embedding(const Embedding& a, const Step& step, int64_t begin, int64_t end) {
   with_type(a.dtype, [&](auto type) {
     with_type(a.out_dtype, [&](auto out_type) {
-      const int64_t* ids = a.by_position ? step.positions : step.token_ids;
+      const int64_t* ids = step.ids(a.ids);
       for (int64_t row = begin; row < end; ++row) {
         const int64_t held = ids[row] - a.first;
         auto* target = static_cast<decltype(out_type)>(a.out) + row * a.width;

@@ -7,13 +7,13 @@
 namespace octavo {
 
 // out[row] = scale * table[id - first] + add[row], all [.., width]; a row that the table [rows, width] does not have is
-// zero. The ids are the step's token ids, or its positions. `add` may be null, and may be the memory of out.
+// zero. `add` may be null, and may be the memory of out.
 struct Embedding {
   const void* table;
   Dtype dtype;
   int64_t width;
   int64_t first, rows;
-  bool by_position;
+  Ids ids;
   void* out;
   Dtype out_dtype;
   float scale;

@@ -76,6 +76,8 @@ class ForwardBatch:
     token_ids: Annotated[Array, ArraySpec("T", np.int64)]
     #: int64 [T]: position of each token in its sequence.
     positions: Annotated[Array, ArraySpec("T", np.int64, advance=1)]
+    #: int64 [T]: segment of each token, 1 in the second of two texts that an encoder reads together.
+    token_types: Annotated[Array, ArraySpec("T", np.int64)]
     #: int64 [G, T]: block * block_size + offset of each token in each KV group; negative: not written.
     slot_mapping: Annotated[Array, ArraySpec("GT", np.int64, padding=-1, advance=1)]
     #: int64 [N]: rows of the tokens that logits are computed for, in any order, possibly repeated.
@@ -168,6 +170,7 @@ def make_batch(
     starts: Sequence[int] | None = None,
     token_ids: np.ndarray | None = None,
     adapters: Sequence[int] | None = None,
+    token_types: np.ndarray | None = None,
 ) -> ForwardBatch:
     """A batch of sequences that compute ``query_lens`` of ``seq_lens`` tokens; the last token of each is sampled.
 
@@ -182,6 +185,7 @@ def make_batch(
         starts: position of each sequence's first token to compute; by default its last tokens are computed.
         token_ids: [T]; zeros by default.
         adapters: slot of each sequence's adapter, -1 without one; by default none has one.
+        token_types: [T]; zeros by default.
     """
     tables = np.asarray(block_tables, np.int32)
     tables = tables if tables.ndim == 3 else tables[None]
@@ -194,6 +198,7 @@ def make_batch(
     arrays = {
         "token_ids": np.zeros_like(positions) if token_ids is None else np.asarray(token_ids, np.int64),
         "positions": positions,
+        "token_types": np.zeros_like(positions) if token_types is None else np.asarray(token_types, np.int64),
         "slot_mapping": tables[:, sequence, positions // block_size].astype(np.int64) * block_size
         + positions % block_size,
         "sampled_rows": offsets[1:].astype(np.int64) - 1,

@@ -157,7 +157,7 @@ class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
         """scale * rows of table [rows, E] + add, for ids int64 [T]: float32 [T, E].
 
         Row 0 is that of id ``first``. Ids outside the table, which other ranks hold, have rows of zeros. ``ids`` may be
-        the batch's token ids or its positions. The memory of ``add``, float32 [T, E], may be reused.
+        the batch's token ids, their positions or their types. The memory of ``add``, float32 [T, E], may be reused.
         """
 
     @abstractmethod

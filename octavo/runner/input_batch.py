@@ -56,6 +56,8 @@ class InputBatch:
         #: Slot of the row's adapter, -1 without one; and how many of the rows in use have one.
         self.adapters = np.full(max_num_seqs, -1, dtype=np.int32)
         self._num_adapted = 0
+        #: Zeros for the segments of the tokens of any step so far.
+        self._no_types = np.zeros(max_num_seqs, dtype=np.int64)
         #: Sequences held that only compute their prompt.
         self._prompts: set[int] = set()
         #: Sequences forgotten so far, and the number of the last of each row: no token is given to its next sequence.
@@ -222,6 +224,8 @@ class InputBatch:
         else:
             positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
             token_rows = np.repeat(rows, lengths)
+        if len(positions) > len(self._no_types):
+            self._no_types = np.zeros(len(positions), dtype=np.int64)
         max_seq_len = int(ends.max())
         blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64, order="C")
         slots = self.adapters[token_rows] if adapters else np.full(len(token_rows), -1, dtype=np.int32)
@@ -229,6 +233,7 @@ class InputBatch:
             arrays={
                 "token_ids": self.tokens.ids[token_rows, positions].astype(np.int64),
                 "positions": positions,
+                "token_types": self._no_types[: len(positions)],
                 "slot_mapping": blocks * self.block_size + positions % self.block_size,
                 "sampled_rows": sampled_rows,
                 "query_start_loc": offsets.astype(np.int32),

@@ -82,16 +82,18 @@ def test_views_are_not_operations() -> None:
     assert expected.any() and np.array_equal(kernels.capture(forward, LARGEST)(batch).hidden.numpy(), expected)
 
 
-def test_a_recorded_embedding_is_of_token_ids_or_of_positions() -> None:
+def test_a_recorded_embedding_is_of_token_ids_positions_or_types() -> None:
     kernels, table = make_kernels(), torch.randn(40, 8)
     ids = torch.tensor([4, 1, 9])
     batch = step(ids)
+    batch.token_types = torch.tensor([1, 0, 1])
     for forward, rows in (
         (lambda batch: ForwardOutput(kernels.embedding(batch.token_ids, table)), ids),
         (lambda batch: ForwardOutput(kernels.embedding(batch.positions, table)), batch.positions),
+        (lambda batch: ForwardOutput(kernels.embedding(batch.token_types, table)), batch.token_types),
     ):
         assert torch.equal(kernels.capture(forward, LARGEST)(batch).hidden, table[rows])
-    with pytest.raises(UnrecordableError, match="token ids or positions"):
+    with pytest.raises(UnrecordableError, match="token ids, positions or types"):
         kernels.capture(lambda batch: ForwardOutput(kernels.embedding(batch.slot_mapping[0], table)), LARGEST)
 
 

@@ -227,7 +227,7 @@ class CpuKernels(Kernels):
     def embedding(
         self, ids: CpuArray, table: CpuArray, first: int = 0, *, scale: float = 1.0, add: CpuArray | None = None
     ) -> CpuArray:
-        """While recording, ids must be the batch's token ids or positions."""
+        """While recording, ids must be the batch's token ids, positions or types."""
         out = self.runner.new(ids, (ids.shape[0], table.shape[1]), DType.FLOAT32) if add is None else add
         recording = self.runner.recording
         op = cpu.embedding(
@@ -237,7 +237,7 @@ class CpuKernels(Kernels):
             DTYPES[table.dtype],
             cpu.Dtype.f32,
             first,
-            recording is not None and recording.is_positions(ids),
+            cpu.Ids.token_ids if recording is None else recording.ids_of(ids),
             scale,
             address(add),
         )

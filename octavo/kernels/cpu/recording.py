@@ -31,15 +31,16 @@ class Recording:
         """Calls ``forward`` and records its operations."""
         return forward(self.batch)
 
-    def is_positions(self, ids: CpuArray) -> bool:
-        """Whether these are the step's positions, and not its token ids.
+    def ids_of(self, array: CpuArray) -> Any:
+        """Which of the step's arrays this is, a ``cpu.Ids``.
 
         Raises:
-            UnrecordableError: they are neither, so a replay could not find them in the batch.
+            UnrecordableError: it is none of them, so a replay could not find it in the batch.
         """
-        if ids is not self.batch.token_ids and ids is not self.batch.positions:
-            raise UnrecordableError("the ids of a recorded embedding must be the step's token ids or positions")
-        return ids is self.batch.positions
+        names = [name for name in ("token_ids", "positions", "token_types") if array is getattr(self.batch, name)]
+        if not names:
+            raise UnrecordableError("the ids of a recorded embedding must be the step's token ids, positions or types")
+        return cpu.Ids[names[0]]
 
     def rows_of(self, x: CpuArray) -> Any:
         """What the rows of x are, a ``cpu.Rows``: of arrays that the caller made, the step's tokens."""
@@ -105,4 +106,5 @@ def step_of(batch: ForwardBatch) -> Any:
         len(batch.sampled_rows),
         batch.sampled_rows.address,
         adapters=batch.adapters.address if batch.has_adapters else 0,
+        token_types=batch.token_types.address,
     )
