@@ -22,6 +22,7 @@ from octavo.core.option_parts import (
 )
 from octavo.core.option_parts import Sizes as Sizes
 from octavo.core.scheduler_options import CPU_TOKEN_BUDGET as CPU_TOKEN_BUDGET
+from octavo.core.scheduler_options import ENCODER_TOKEN_BUDGET
 from octavo.core.scheduler_options import TOKEN_BUDGET as TOKEN_BUDGET
 from octavo.core.scheduler_options import SchedulerOptions as SchedulerOptions
 from octavo.core.speculative_options import SpeculativeConfig as SpeculativeConfig
@@ -105,6 +106,31 @@ class EngineConfig(
         whole = self.batching == "prefill_first" or not self.enable_chunked_prefill
         budget = max(budget, self.max_num_seqs, context_length if whole else 0)
         return self.model_copy(update={"max_num_batched_tokens": budget})
+
+    def for_encoder(self, device: str) -> Self:
+        """These options as an encoder needs them, ``max_num_batched_tokens`` resolved.
+
+        Its texts are computed whole, in one step, and nothing of them is kept.
+
+        Raises:
+            ConfigError: what an encoder does not do is asked for.
+        """
+        for name in ("speculative_config", "shared_prefix", "enable_lora", "enable_prompt_adapter"):
+            if getattr(self, name, None):
+                raise ConfigError(f"{name} is for models that generate text: leave it out")
+        budget = self.max_num_batched_tokens
+        if budget is None:
+            budget = max(ENCODER_TOKEN_BUDGET if device == "cpu" else TOKEN_BUDGET, self.max_num_seqs)
+        return self.model_copy(
+            update={
+                "max_num_batched_tokens": budget,
+                "batching": "mixed",
+                "enable_chunked_prefill": False,
+                "enable_prefix_caching": False,
+                "host_prefix_cache": False,
+                "preemption_mode": "recompute",
+            }
+        )
 
 
 def make_config(**options: Any) -> EngineConfig:

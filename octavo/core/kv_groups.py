@@ -58,7 +58,7 @@ class KVLayout:
         cls, groups: Sequence[tuple[int, int | None]], options: EngineConfig, max_num_batched_tokens: int
     ) -> KVLayout:
         """The layout of groups, each given by the bytes of a block and its window, under an engine's options."""
-        sizes, windows = zip(*groups, strict=True)
+        sizes, windows = [size for size, _ in groups], [window for _, window in groups]
         return cls(
             sizes,
             windows,

@@ -109,6 +109,12 @@ class ModelConfig:
     pooler: PoolerConfig = field(default_factory=lambda: PoolerConfig(kind="last"))
 
     @property
+    def default_length(self) -> int:
+        """Longest sequence in tokens where no option names one: of a model for vectors, as it was trained."""
+        trained = self.pooler.max_seq_length if self.pooler.is_from_files else None
+        return self.max_position if trained is None else min(self.max_position, trained)
+
+    @property
     def attention_width(self) -> int:
         """Numbers of a token in the activations of a layer's attention: q, its result, k and v."""
         return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim

@@ -9,7 +9,8 @@ import msgspec
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.pooling_params import PoolingParams
+from octavo.core.pooler_config import PoolingKind
+from octavo.core.pooling_params import PoolingParams, PoolingTask
 from octavo.core.reasoning import ThinkingBudget
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import SamplingParams
@@ -69,6 +70,16 @@ class Task(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     def prompt_logprobs(self) -> int | None:
         """Number of most likely tokens to name at each position of the prompt, which is then computed whole."""
         return None
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether each token of the prompt must be computed for it, so that nothing of it is taken from a cache."""
+        return self.prompt_logprobs is not None
+
+    @property
+    def is_kept_by_workers(self) -> bool:
+        """Whether the workers hold more of a partly computed prompt than its KV entries, which swapping would lose."""
+        return False
 
 
 class Generate(Task):
@@ -156,6 +167,8 @@ class Pool(Task):
 
     #: Resolved: its ``task`` is named.
     params: PoolingParams
+    #: Which hidden states make a vector or class scores; those of a task by token are taken as they are.
+    kind: PoolingKind = "last"
     #: First position that counts among the pooled ones.
     first: int = 0
     #: Position of the first token of the second text of a pair, of networks that tell both apart; 0: there is one text.
@@ -164,6 +177,27 @@ class Pool(Task):
     answer_ids: list[int] = []
 
     stop_token_ids: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def name(self) -> PoolingTask:
+        """What is computed."""
+        assert self.params.task is not None
+        return self.params.task
+
+    @property
+    def is_by_token(self) -> bool:
+        """Whether each token has a result."""
+        return self.params.task in ("token_embed", "token_classify")
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """See ``Task``."""
+        return self.is_by_token or self.kind != "last"
+
+    @property
+    def is_kept_by_workers(self) -> bool:
+        """See ``Task``: sums of rows, or rows."""
+        return self.needs_all_tokens
 
 
 AnyTask = Generate | Beam | Pool

@@ -10,6 +10,8 @@ from octavo.core.option_part import OptionPart
 
 #: Defaults of ``max_num_batched_tokens``: in general, and on a CPU with batching=mixed.
 TOKEN_BUDGET, CPU_TOKEN_BUDGET = 2048, 512
+#: That of encoders on a CPU: products of more rows are not faster, and a step is what a new text waits for.
+ENCODER_TOKEN_BUDGET = 1024
 
 
 def _shares(value: Any) -> Any:
@@ -35,8 +37,9 @@ class SchedulerOptions(OptionPart):
         None,
         ge=1,
         description="Token budget: most tokens computed in one step, prompts and decodes together. Default: "
-        f"{TOKEN_BUDGET}; {CPU_TOKEN_BUDGET} on a CPU with batching=mixed; where prompts are computed whole, the "
-        "context length if that is more; never less than max_num_seqs.",
+        f"{TOKEN_BUDGET}; {CPU_TOKEN_BUDGET} on a CPU with batching=mixed, {ENCODER_TOKEN_BUDGET} of encoders; where "
+        "prompts are computed whole, the context length if that is more; never less than max_num_seqs. A text that is "
+        "longer is computed by an encoder in a step of its own.",
     )
     batching: Literal["mixed", "prefill_first"] = Field(
         "mixed",

@@ -189,4 +189,6 @@ def _sum(parts: Sequence[S]) -> S:
 
 def sum_groups(groups: Sequence[GroupState]) -> GroupState:
     """The blocks of several groups together."""
+    if not groups:
+        return GroupState(None, 0, 0, 0, 0, 0)
     return GroupState(groups[0].window, *map(sum, zip(*(group.counts for group in groups), strict=True)))

@@ -65,7 +65,9 @@ class EngineCore(StepLoop):
         _check_max_logprobs(options)
         check_draft_model(options, self.model_config, folder)
         #: With ``max_num_batched_tokens`` resolved.
-        self.options = options = options.with_token_budget(device, context_length)
+        is_encoder = self.model_config.is_encoder
+        options = options.for_encoder(device) if is_encoder else options.with_token_budget(device, context_length)
+        self.options = options
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
         fitted = replace(self.model_config, max_position=context_length)
         executor = make_executor(options, fitted, folder, self.dtype, replica)
@@ -237,12 +239,14 @@ def _check_max_logprobs(options: EngineConfig) -> None:
 
 def _context_length(options: EngineConfig, config: ModelConfig) -> int:
     """``max_model_len``, checked against the model and the token budget."""
-    length = options.max_model_len or config.max_position
+    length = options.max_model_len or config.default_length
     if length > config.max_position:
         raise ConfigError(
             f"max_model_len ({length}) is longer than the model's context length ({config.max_position} tokens)"
         )
     budget = options.max_num_batched_tokens
+    if config.is_encoder:
+        return length
     if not options.enable_chunked_prefill and budget is not None and budget < length:
         raise ConfigError(
             f"with enable_chunked_prefill off, max_num_batched_tokens ({budget}) must be at least the context length "

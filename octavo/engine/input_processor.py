@@ -47,7 +47,7 @@ class InputProcessor:
         #: That of the network, which may have more embeddings than the tokenizer has tokens.
         self.vocab_size = vocab_size = config.vocab_size
         self.eos_token_ids = config.eos_token_ids
-        self.max_model_len = max_model_len or options.max_model_len or config.max_position
+        self.max_model_len = max_model_len or options.max_model_len or config.default_length
         #: The model's own values for fields of ``SamplingParams`` that a caller leaves out.
         self.default_sampling = dict(files.default_sampling)
         #: Runs what requests bring as programs; for all of this frontend.

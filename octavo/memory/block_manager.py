@@ -47,7 +47,7 @@ class BlockManager:
 
         Args:
             num_blocks: Device blocks of the only group (without a window), or the blocks of each group; the group that
-                keeps the most blocks per sequence comes first.
+                keeps the most blocks per sequence comes first. Without any group sequences hold no blocks.
             block_size: Tokens per block, in every group.
             num_host_blocks: Host blocks, if ``num_blocks`` is an integer.
             watermark: Share of each group's blocks that admission leaves free.
@@ -82,7 +82,7 @@ class BlockManager:
             )
             self.groups.append(group)
             first, first_host = first + size.num_blocks, first_host + size.num_host_blocks
-        self._first = self.groups[0]
+        self._first = self.groups[0] if self.groups else KVGroup(0, GroupBlocks(0), block_size)
         self._windowed = [group for group in self.groups if group.window is not None]
         self._cuts_prompts = cuts_prompts
         self.prefixes = SequencePrefixes(self.groups, block_size, enabled=prefix_caching)

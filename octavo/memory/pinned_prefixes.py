@@ -24,6 +24,8 @@ class PinnedPrefixes:
     @property
     def capacity(self) -> str:
         """How many blocks sequences can have, in words."""
+        if not self._groups:
+            return "none"
         first = self._groups[0]
         beside = f" beside the {first.device.num_pinned} of shared prefixes" if self._blocks else ""
         return f"{first.num_unpinned} blocks{beside}"

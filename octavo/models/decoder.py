@@ -119,8 +119,3 @@ class Decoder(Network):
     def logits(self, hidden: Array) -> Array:
         """Hidden states [n, E] to logits float32 [n, vocab]."""
         return self.head(hidden)
-
-    def pool(self, hidden: Array, batch: ForwardBatch) -> np.ndarray:
-        """The hidden state of each sequence's last token, after the norm: float32 [S, E]."""
-        last = self.kernels.to_numpy(batch.query_start_loc)[1:] - 1
-        return self.kernels.to_numpy(self.kernels.take_rows(hidden, last.astype(np.int64))).astype(np.float32)

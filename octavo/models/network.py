@@ -108,10 +108,3 @@ class Network(Layer, ABC):
         before sigmoid or softmax. Last stage only, and not part of recorded steps.
         """
         raise NotImplementedError(f"{type(self).__name__} has no classification head")
-
-    def pool(self, hidden: Array, batch: ForwardBatch) -> np.ndarray:
-        """Hidden states [T, E] of the batch's tokens to a vector for each sequence, float32 [S, D]; last stage only.
-
-        The vectors of sequences whose prompts end in the batch count.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no pooling head")

@@ -33,6 +33,8 @@ class CacheSizing:
         See ``Device.cache_size``; ``max_num_batched_tokens`` are those of all steps in flight.
         """
         loaded = self._loaded
+        if not loaded.layers.groups:
+            return max_model_len, []
         with loaded.timed("memory profile"):
             size = loaded.device.cache_size(
                 self._layout(max_num_batched_tokens),
@@ -44,6 +46,8 @@ class CacheSizing:
 
     def num_host_blocks(self, max_model_len: int, max_num_batched_tokens: int) -> list[int]:
         """Blocks of each KV group for preempted requests that the memory allows now; see ``Device.num_host_blocks``."""
+        if not self._loaded.layers.groups:
+            return []
         return self._loaded.device.num_host_blocks(self._layout(max_num_batched_tokens), max_model_len)
 
     def largest_step(self, max_model_len: int) -> LargestStep:

@@ -40,6 +40,8 @@ class InputBatch:
     ) -> None:
         """Sizes the rows: ``max_model_len`` tokens each, with a block table for each KV group of ``num_blocks``.
 
+        Without any group the sequences of a step lie behind each other in the workspace of an encoder.
+
         Without ``samples``, in a pipeline stage that is not the last, tokens come by ``append_sampled``.
         """
         self._samples = samples

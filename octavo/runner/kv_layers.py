@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from octavo.core.errors import ConfigError
 from octavo.core.kv_spec import KVSpec, LayerGroup, group_layers
@@ -10,24 +11,43 @@ from octavo.kernels.cache import LayerCache
 from octavo.kernels.interface import Kernels
 
 
+@dataclass(frozen=True)
+class Workspace:
+    """Keys and values of the layers of an encoder: of the tokens of one step, and of one layer at a time."""
+
+    spec: KVSpec
+    blocks: int
+    num_layers: int
+
+
 class KVLayers:
     """Makes the caches of all layers. Owns which layers share block tables.
+
+    The layers of an encoder are in no group: they have one cache together, which is no memory of what was computed.
 
     A drafter's layers are in no groups of their own: they have caches of their shape, with as many blocks as the group
     of the network whose block tables they read. So a block of that group is larger by theirs.
     """
 
     def __init__(
-        self, kernels: Kernels, groups: Sequence[LayerGroup], block_size: int, drafter: Sequence[KVSpec] = ()
+        self,
+        kernels: Kernels,
+        groups: Sequence[LayerGroup],
+        block_size: int,
+        drafter: Sequence[KVSpec] = (),
+        workspace: Workspace | None = None,
     ) -> None:
         """``groups``: of the network's layers on this rank; ``drafter``: of each of the drafter's layers.
+
+        ``workspace``: of an encoder, which has no groups.
 
         Raises:
             ConfigError: as ``find_groups``.
         """
         self._kernels, self.groups, self._block_size = kernels, list(groups), block_size
         self._drafter = find_groups(drafter, [group.spec.window for group in groups])
-        self._num_layers = sum(len(group.layers) for group in groups)
+        self._workspace = workspace
+        self._num_layers = sum(len(group.layers) for group in groups) if workspace is None else workspace.num_layers
 
     def group_bytes(self) -> list[tuple[int, int | None]]:
         """For each group: bytes of a block in all its layers, with those of the drafter; and its window."""
@@ -55,7 +75,10 @@ class KVLayers:
 
     def make(self, blocks: Sequence[int]) -> list[LayerCache]:
         """Caches of so many blocks of each group on the device: the network's layers, then the drafter's."""
-        return self._make(self._kernels.make_cache, blocks)
+        if self._workspace is None:
+            return self._make(self._kernels.make_cache, blocks)
+        shared = LayerGroup(self._workspace.spec, (0,))
+        return self._kernels.make_cache([shared], [self._workspace.blocks], self._block_size) * self._num_layers
 
     def make_host(self, blocks: Sequence[int]) -> list[LayerCache]:
         """As ``make``, in host memory."""

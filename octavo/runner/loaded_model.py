@@ -22,7 +22,7 @@ from octavo.kernels.timing import KernelClock
 from octavo.models.network import Network
 from octavo.models.sizes import build_rank_without_weights, build_without_weights, weight_bytes
 from octavo.runner import memory
-from octavo.runner.kv_layers import KVLayers, find_groups
+from octavo.runner.kv_layers import KVLayers, Workspace, find_groups
 from octavo.runner.make_device import make_device
 from octavo.runner.memory import WorkerShare
 from octavo.runner.preparers import PreparerContext, WorkerPreparations, make_preparers
@@ -59,7 +59,7 @@ class LoadedModel:
             WeightError: a weight file is missing or wrong.
         """
         share = share or WorkerShare()
-        self.options, self.config, self._folder = options, config, folder
+        self.options, self.config, self.folder = options, config, folder
         self.ranks = ranks or Ranks()
         self.device = make_device(options, config, share)
         layout = self.ranks.layout
@@ -72,6 +72,8 @@ class LoadedModel:
         kernels.set_threads(threads, options.pin_threads)
         #: Those that compute the masks of grammars.
         self._num_threads = threads or len(os.sched_getaffinity(0))
+        #: Whether texts can be generated, so that steps compute logits.
+        self.generates = config.head == "lm"
         self.mode = kernels.mode
         self.clock = KernelClock(kernels)
         # The clock forwards every call to the backend that it measures.
@@ -108,7 +110,9 @@ class LoadedModel:
         if drafts is not None and self.device.name == "cpu":
             self.device.reserved += memory.activation_bytes(drafts.config, options)
         draft_specs = [] if self.drafter is None else self.drafter.kv_specs
-        self.layers = KVLayers(self.kernels, self._kv_groups(), options.block_size, draft_specs)
+        workspace = self._workspace()
+        groups = self._kv_groups() if workspace is None else []
+        self.layers = KVLayers(self.kernels, groups, options.block_size, draft_specs, workspace)
 
     def _check_weights_fit(self, drafts: DraftSource | None) -> None:
         config, context, free = self.config, self.context, self.device.free_memory()
@@ -127,6 +131,14 @@ class LoadedModel:
                 build_rank_without_weights(self.config, replace(self.context, layers=None)).kv_specs, layers
             )
         return sorted(groups, key=lambda group: -(group.spec.window or self.config.max_position))
+
+    def _workspace(self) -> Workspace | None:
+        """Of an encoder: what the texts of a step have of each layer. The blocks of a text are not shared."""
+        spec, size = self.network.workspace, self.options.block_size
+        if spec is None:
+            return None
+        largest = self.largest_batch(self.config.max_position)
+        return Workspace(spec, largest.tokens // size + largest.sequences, self.config.num_layers)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -167,7 +179,7 @@ class LoadedModel:
         Raises:
             WeightError: the checkpoint cannot be read any more.
         """
-        network = load_network(self.options, self.config, self.context, self._folder)
+        network = load_network(self.options, self.config, self.context, self.folder)
         network.extend_positions(num_positions)
         if self.drafter is not None:
             self.drafter.load(network)
@@ -180,6 +192,8 @@ class LoadedModel:
         """The largest batch that a step may have, with sequences of up to ``max_model_len`` tokens."""
         options = self.options
         tokens, sequences = options.token_budget, min(options.max_num_seqs, options.token_budget)
+        if self.config.is_encoder:  # a text that is longer than a step has one of its own
+            return BatchSize(max(tokens, max_model_len), sequences, sequences, max_model_len, options.block_size)
         # Every token may be sampled at, where drafts are verified.
         return BatchSize(tokens, sequences, tokens, max_model_len, options.block_size, len(self.layers.groups))
 
@@ -202,6 +216,8 @@ class LoadedModel:
         hidden = network.forward_layers(residual, batch, caches, reader)
         if ranks.outgoing is not None:
             return ForwardOutput(kernels.host_call(ranks.outgoing.send, hidden))
+        if not self.generates:
+            return ForwardOutput(hidden)
         logits = network.logits(kernels.take_sampled(hidden, batch))
         return ForwardOutput(hidden, logits, None if reader is None else reader.features)
 
@@ -212,7 +228,10 @@ def _kv_specs(options: EngineConfig, config: ModelConfig, dtype: str, drafts: Dr
     Raises:
         ConfigError: the drafter's do not fit into the network's blocks.
     """
-    kv_specs = set(build_without_weights(config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs)
+    network = build_without_weights(config, dtype, kv_cache_dtype=options.kv_cache_dtype)
+    if network.workspace is not None:
+        return {network.workspace}
+    kv_specs = set(network.kv_specs)
     if drafts is not None:
         draft_specs = build_without_weights(drafts.config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs
         find_groups(draft_specs, [spec.window for spec in kv_specs])

@@ -84,7 +84,8 @@ def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
     if options.enable_lora:
         row += config.hidden_size + config.attention_width + config.feed_forward_width
         logits += config.vocab_size
-    return 4 * (options.token_budget * row + min(options.max_num_seqs, options.token_budget) * logits)
+    tokens = max(options.token_budget, config.max_position) if config.is_encoder else options.token_budget
+    return 4 * (tokens * row + min(options.max_num_seqs, options.token_budget) * logits)
 
 
 def check_weights_fit(config: ModelConfig, context: LayerContext, free: int) -> None:

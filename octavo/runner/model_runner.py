@@ -12,6 +12,7 @@ import numpy as np
 from octavo.core.errors import SequenceError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.startup import WorkerFacts
+from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput
 from octavo.models.sizes import weight_bytes
 from octavo.runner.device_batch import SampledTokens
@@ -20,7 +21,8 @@ from octavo.runner.loaded_model import LoadedModel
 from octavo.runner.lora_preparer import describe_adapters
 from octavo.runner.network_drafter import add_drafts
 from octavo.runner.pending import QueuedStep
-from octavo.runner.prompt_results import PromptResults
+from octavo.runner.pooling import Pooling
+from octavo.runner.prompt_logprobs import PromptLogprobs
 from octavo.runner.sleep import WeightSleep
 from octavo.runner.step_inputs import StepInputs
 from octavo.runner.step_sampler import StepSampler
@@ -64,7 +66,8 @@ class ModelRunner:
             if self._drafter is not None:
                 caches, largest = layers.split(self._cache.device)[1], loaded.largest_batch(max_model_len)
                 self._drafter.start(self._batch, self._sampler, self._device, largest, caches)
-        self._prompts = PromptResults(self._batch, self._sampler, self._kernels, loaded.config.vocab_size)
+        self._prompts = PromptLogprobs(self._batch, self._sampler, self._kernels, loaded.config.vocab_size)
+        self._pooling = Pooling(loaded, self._caches) if samples else None
         self._in_flight: deque[QueuedStep] = deque()
         #: Whether forced tokens are appended. A sequence may not be planned ahead then, before they are known.
         ahead = options.pipeline_parallel_size == 1 and options.plans_ahead(self.device_name)
@@ -74,12 +77,16 @@ class ModelRunner:
 
     def _capture(self) -> Forward:
         """The network, prepared for steps; the backend may record addresses of weights and KV cache here."""
-        caches = self.loaded.layers.split(self._cache.device)[0]
+        caches = self._caches()
         # Weak: what is captured may be the kernels', and a cycle would keep the weights until a garbage collection.
         loaded = weakref.proxy(self.loaded)
         return self._kernels.capture(
             lambda batch: loaded.forward(batch, caches), self.loaded.largest_batch(self._max_model_len)
         )
+
+    def _caches(self) -> list[LayerCache]:
+        """Of the network's layers."""
+        return self.loaded.layers.split(self._cache.device)[0]
 
     def startup_facts(self) -> WorkerFacts:
         """What this worker got."""
@@ -195,13 +202,14 @@ class ModelRunner:
         # Not earlier: while the device waits for the host or for blocks to arrive, it counts as idle.
         stop_timer = self._device.start_timer()
         if self._prompt_adapters is not None:
-            self._prompt_adapters.write_prefixes(self._kernels, self.loaded.layers.split(self._cache.device)[0])
+            self._prompt_adapters.write_prefixes(self._kernels, self._caches())
         output = self._forward(batch)
-        if output.logits is None:
+        if self._pooling is None:  # the rest is computed by other stages
             self._batch.advance(inputs, inputs.sampling)
             step.timer = stop_timer()
             return
-        self._prompts.compute(self.loaded.network, inputs, batch, output.hidden, step)
+        self._prompts.compute(self.loaded.network, inputs, output.hidden, step)
+        self._pooling.compute(inputs, batch, output.hidden, step)
         if len(inputs.sampling):
             self._step_sampler.sample(inputs, output, step)
         else:
@@ -227,6 +235,8 @@ class ModelRunner:
             if row is not None:
                 self._sampler.remove(row)
                 self._prompts.forget(seq_id)
+                if self._pooling is not None:
+                    self._pooling.forget(seq_id)
                 if self._prompt_adapters is not None:
                     self._prompt_adapters.forget(seq_id)
 
@@ -240,6 +250,8 @@ class ModelRunner:
                 if self._prompt_adapters is not None:
                     self._prompt_adapters.add(sequence, row, self._batch.tokens)
                 self._prompts.add(sequence)
+                if self._pooling is not None:
+                    self._pooling.add(sequence)
         except Exception as e:
             raise SequenceError.of(sequence.seq_id, e) from e
         if self._in_flight and (plan.forks or plan.new_tokens):

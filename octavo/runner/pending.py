@@ -54,8 +54,9 @@ class QueuedStep:
         self.result = result
         self.sampled: PendingTokens | None = None
         self.prompts: list[PendingPrompt] = []
-        #: By sequence id: float32 [D].
+        #: By sequence id: what was made of its prompt, float32; or why nothing was.
         self.pooled: dict[int, np.ndarray] = {}
+        self.failed: dict[int, str] = {}
         #: The tokens that grammars force after those that are known now, by sequence id.
         self.find_forced: Callable[[list[int]], dict[int, list[int]]] | None = None
         self.swap_seconds: Callable[[], float] | None = None
@@ -80,6 +81,8 @@ class QueuedStep:
             extra.prompt_logprobs = [position for part in prompt.parts for position in part.wait()]
         for seq_id, vector in self.pooled.items():
             self._extra(seq_id).pooled = vector.tobytes()
+        for seq_id, message in self.failed.items():
+            self._extra(seq_id).error = message
         self.receive()
         if self.timer is not None:
             result.device_seconds, result.idle_seconds = self.timer.wait()

@@ -230,8 +230,7 @@ class Admission:
         return replace(needed, blocks=needed.blocks + saved)
 
     def _may_use_prefix_cache(self, group: SequenceGroup) -> bool:
-        """Logprobs of the prompt need the logits of all its tokens, so nothing of it is taken from the cache."""
-        return group.request.task.prompt_logprobs is None
+        return not group.request.task.needs_all_tokens
 
     def _prefix_chain(self, group: SequenceGroup) -> PrefixChain:
         """The digests of its blocks; kept, as a group may be looked up many times before it fits."""

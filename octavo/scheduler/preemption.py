@@ -87,6 +87,8 @@ class Preemption:
             self._recompute(group)
 
     def _wants_swap(self, group: SequenceGroup) -> bool:
+        if group.request.task.is_kept_by_workers:
+            return False
         if self._mode == "by_sequences":  # Kwon et al. 2023, section 4.5; those that it will fork into count
             return group.num_seqs > 1
         if self._mode != "auto":

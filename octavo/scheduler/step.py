@@ -66,7 +66,8 @@ class Step:
 def prompt_chunks(blocks: BlockManager, group: SequenceGroup, budget: int, options: SchedulerOptions) -> Chunks:
     """The chunks that a prefilling group computes within a budget of tokens, and of blocks beside its windows.
 
-    Of several sequences, none computes its last token yet: a group samples together, when all are prefilled.
+    Of several sequences, none computes its last token yet: a group samples together, when all are prefilled. A prompt
+    that is computed whole and is longer than any step's budget has a step of its own.
     """
     held_back = 1 if len(group.seqs) > 1 else 0
     # ``prefill_first`` does so, too, but not after preemption: with generated tokens a prompt may be too long.
@@ -82,7 +83,8 @@ def prompt_chunks(blocks: BlockManager, group: SequenceGroup, budget: int, optio
         if seq.shared_prefix is not None:
             continue
         tokens = seq.num_uncomputed - held_back
-        n = tokens if tokens <= budget else 0 if whole else budget
+        fits = tokens <= budget or (whole and budget == options.token_budget)
+        n = tokens if fits else 0 if whole else budget
         if n > 0:
             chunks.append((seq, n))
             budget -= n

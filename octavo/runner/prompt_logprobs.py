@@ -1,13 +1,11 @@
-"""What requests want to know of their prompts: logprobs of its tokens, or one vector for all of it."""
+"""Logprobs of the tokens of prompts."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from octavo.core.plan import NewSequence
-from octavo.core.request import Pool
 from octavo.kernels.arrays import Array
-from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Kernels
 from octavo.models.network import Network
 from octavo.runner.input_batch import InputBatch
@@ -19,36 +17,27 @@ from octavo.sampling.sampler import Sampler
 _ROWS = 128
 
 
-class PromptResults:
-    """The held sequences whose prompts are scored or pooled."""
+class PromptLogprobs:
+    """The held sequences whose prompts are scored."""
 
     def __init__(self, batch: InputBatch, sampler: Sampler, kernels: Kernels, vocab_size: int) -> None:
         self._batch, self._sampler, self._kernels, self._vocab_size = batch, sampler, kernels, vocab_size
         #: By sequence: number of most likely tokens to name at each position.
         self._scored: dict[int, int] = {}
-        self._pooled: set[int] = set()
 
     def add(self, sequence: NewSequence) -> None:
         """A sequence is held from now on."""
         if sequence.task.prompt_logprobs is not None:
             self._scored[sequence.seq_id] = sequence.task.prompt_logprobs
-        if isinstance(sequence.task, Pool):
-            self._pooled.add(sequence.seq_id)
 
     def forget(self, seq_id: int) -> None:
         """A sequence is held no more."""
         self._scored.pop(seq_id, None)
-        self._pooled.discard(seq_id)
 
-    def compute(self, model: Network, inputs: StepInputs, batch: ForwardBatch, hidden: Array, step: QueuedStep) -> None:
-        """Begins to score and pool what the step has computed of their prompts: hidden states [T, E]."""
-        if self._scored:
-            self._score(model, inputs, hidden, step)
-        if self._pooled:
-            self._pool(model, inputs, batch, hidden, step)
-
-    def _score(self, model: Network, inputs: StepInputs, hidden: Array, step: QueuedStep) -> None:
-        """Scores the prompt tokens that follow the positions computed in this step."""
+    def compute(self, model: Network, inputs: StepInputs, hidden: Array, step: QueuedStep) -> None:
+        """Begins to score the prompt tokens that follow the positions computed in this step: hidden states [T, E]."""
+        if not self._scored:
+            return
         table = self._batch.tokens
         offsets = inputs.arrays["query_start_loc"]
         for i, seq_id in enumerate(inputs.seq_ids):
@@ -71,11 +60,3 @@ class PromptResults:
                 scored.append(self._sampler.start_prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count))
             if scored:
                 step.prompts.append(PendingPrompt(seq_id, start + 1, scored))
-
-    def _pool(self, model: Network, inputs: StepInputs, batch: ForwardBatch, hidden: Array, step: QueuedStep) -> None:
-        """Pools the prompts that end in this step."""
-        ended = inputs.ends >= self._batch.tokens.num_prompt[inputs.rows]
-        places = {s: i for i, s in enumerate(inputs.seq_ids) if s in self._pooled and ended[i]}
-        if places:
-            vectors = model.pool(hidden, batch)
-            step.pooled = {seq_id: vectors[i] for seq_id, i in places.items()}
