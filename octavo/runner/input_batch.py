@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.plan import NewSequence, StepPlan, TableChange
-from octavo.core.request import Beam
+from octavo.core.request import Beam, Pool
 from octavo.kernels.forward_batch import ARRAYS
 from octavo.runner.step_inputs import DraftedTokens, FlatInputs, ForkedRows, NewTokens, StepInputs
 from octavo.sampling.sampler import TokenTable
@@ -45,6 +45,7 @@ class InputBatch:
         Without ``samples``, in a pipeline stage that is not the last, tokens come by ``append_sampled``.
         """
         self._samples = samples
+        self._has_blocks = len(num_blocks) > 0
         self.block_size = block_size
         # One place more than tokens: a step in flight may sample a token past the longest sequence, which is discarded.
         self.tokens = TokenTable(max_num_seqs, max_model_len + 1)
@@ -58,6 +59,9 @@ class InputBatch:
         #: Slot of the row's adapter, -1 without one; and how many of the rows in use have one.
         self.adapters = np.full(max_num_seqs, -1, dtype=np.int32)
         self._num_adapted = 0
+        #: Position of the second text of the row's pair, 0 without one; and how many of the rows in use have one.
+        self._second_text = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_pairs = 0
         #: Zeros for the segments of the tokens of any step so far.
         self._no_types = np.zeros(max_num_seqs, dtype=np.int64)
         #: Sequences held that only compute their prompt.
@@ -92,6 +96,9 @@ class InputBatch:
         self._set_adapter(row, slot)
         if not sequence.task.samples:
             self._prompts.add(sequence.seq_id)
+        if isinstance(sequence.task, Pool) and sequence.task.second_text:
+            self._second_text[row] = sequence.task.second_text
+            self._num_pairs += 1
         return row
 
     def fork(self, parent: int, child: int) -> int:
@@ -133,6 +140,8 @@ class InputBatch:
         if row is not None:
             self._prompts.discard(seq_id)
             self._last = None
+            self._num_pairs -= bool(self._second_text[row])
+            self._second_text[row] = 0
             self._set_adapter(row, -1)
             self._free.append(row)
             self._generation += 1
@@ -229,19 +238,24 @@ class InputBatch:
         if len(positions) > len(self._no_types):
             self._no_types = np.zeros(len(positions), dtype=np.int64)
         max_seq_len = int(ends.max())
-        blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64, order="C")
+        if self._has_blocks:
+            blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64, order="C")
+            # Indexing may leave the groups innermost.
+            tables = np.ascontiguousarray(self.block_tables[:, rows, : -(-max_seq_len // self.block_size)])
+        else:
+            tables = self._workspace_tables(lengths, max_seq_len)
+            blocks = (np.repeat(tables[0, :, 0], lengths) + positions // self.block_size).astype(np.int64)[None]
         slots = self.adapters[token_rows] if adapters else np.full(len(token_rows), -1, dtype=np.int32)
         return FlatInputs(
             arrays={
                 "token_ids": self.tokens.ids[token_rows, positions].astype(np.int64),
                 "positions": positions,
-                "token_types": self._no_types[: len(positions)],
+                "token_types": self._types(token_rows, positions),
                 "slot_mapping": blocks * self.block_size + positions % self.block_size,
                 "sampled_rows": sampled_rows,
                 "query_start_loc": offsets.astype(np.int32),
                 "seq_lens": ends.astype(np.int32),
-                # Indexing may leave the groups innermost.
-                "block_tables": np.ascontiguousarray(self.block_tables[:, rows, : -(-max_seq_len // self.block_size)]),
+                "block_tables": tables,
                 "adapters": slots,
             },
             num_decodes=len(rows) if one_each else int((lengths == 1).sum()),
@@ -249,6 +263,19 @@ class InputBatch:
             all_sampled=one_each and len(sampled_rows) == len(positions),
             has_adapters=adapters and self._num_adapted > 0 and bool((slots >= 0).any()),
         )
+
+    def _workspace_tables(self, lengths: NDArray[np.int64], max_seq_len: int) -> NDArray[np.int32]:
+        """Block tables [1, S, B] of sequences that lie behind each other: all of their tokens are in the step."""
+        counts = -(-lengths // self.block_size)
+        first = np.cumsum(counts) - counts
+        return (first[:, None] + np.arange(-(-max_seq_len // self.block_size))).astype(np.int32)[None]
+
+    def _types(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The segment of each token [T], of these rows: 1 from where the second text of a pair begins."""
+        if not self._num_pairs:
+            return self._no_types[: len(positions)]
+        second = self._second_text[rows]
+        return ((second > 0) & (positions >= second)).astype(np.int64)
 
     def _draft(
         self, plan: StepPlan, seq_ids: list[int], sampling: NDArray[np.int64], forked: ForkedRows | None

@@ -60,7 +60,7 @@ class Pooling:
         self._held.pop(seq_id, None)
 
     def compute(self, inputs: StepInputs, batch: ForwardBatch, hidden: Array, step: QueuedStep) -> None:
-        """Takes what the step has computed of pooled prompts, hidden [T, E], and makes the vectors of those that end."""
+        """Takes what the step has computed of pooled prompts, hidden [T, E], and makes vectors of those that end."""
         if not self._held:
             return
         values: NDArray[np.float32] | None = None

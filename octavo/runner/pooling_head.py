@@ -13,7 +13,6 @@ from octavo.core.request import Pool
 from octavo.kernels.arrays import Array
 from octavo.kernels.interface import Kernels
 from octavo.kernels.packed_weight import PackedWeight
-from octavo.loader.pooling_weights import read_dense
 from octavo.runner.loaded_model import LoadedModel
 
 #: Tokens whose class scores are computed at once.
@@ -38,6 +37,8 @@ class PoolingHead:
         self._dense = [(dense, self._read(dense)) for dense in self._config.dense]
 
     def _read(self, dense: DenseConfig) -> PackedWeight:
+        from octavo.loader.pooling_weights import read_dense  # few models have such matrices
+
         weight, bias = read_dense(self._loaded.folder, dense)
         return self._kernels.pack([weight], bias, dtype=DType.FLOAT32)
 

@@ -18,7 +18,7 @@ from octavo.core.request import EngineCoreRequest, Generate, Pool
 from octavo.engine.core import EngineCore
 from octavo.engine.llm_engine import LLMEngine
 
-EMBED = Pool(PoolingParams(task="embed"))
+EMBED = Pool(PoolingParams(task="embed", use_activation=False))
 _RNG = random.Random(7)
 PROMPTS = [[_RNG.randrange(2, 258) for _ in range(n)] for n in (1, 2, 15, 16, 17, 33, 80, 41)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
