@@ -240,17 +240,17 @@ class Tile {
                     states);
   }
 
-  // A panel that some queries see in part or not at all: each query for itself, but those together that see all of it.
+  // A panel that some queries see in part or not at all: those together that see the same of it.
   void add_edge(int64_t index, int64_t piece_begin, float* states) {
     const int64_t position = index * kPanel;
     const T* values = panels_.values(index, 0);
     const T* next = panels_.values_ahead(index, values);
     const Range any = sight_.seeing_any(position, position + kPanel);
-    const Range all = sight_.seeing_all(position, position + kPanel);
+    const auto seen = [&](int64_t query) { return cut(sight_.seen(query), {position, position + kPanel}); };
     for (int64_t query = any.begin; query < any.end;) {
-      const bool together = query >= all.begin && query < all.end;
-      const int64_t count = together ? all.end - query : 1;
-      const Range tokens = cut(sight_.seen(query), {position, position + kPanel});
+      const Range tokens = seen(query);
+      int64_t count = 1;
+      while (query + count < any.end && seen(query + count) == tokens) ++count;
       add_tokens(values, next, {tokens.begin - position, tokens.end - position}, query, count,
                  scores_ + weight_offset(position - piece_begin), states);
       query += count;

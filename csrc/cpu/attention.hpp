@@ -29,6 +29,8 @@ namespace octavo {
 
 constexpr int64_t kPanel = 16;
 constexpr int64_t kPiece = 256;
+// More tokens than a context has.
+constexpr int64_t kAll = int64_t{1} << 40;
 
 struct CacheShape {
   Dtype dtype;
@@ -72,11 +74,16 @@ struct Attention {
   const char* value_cache;
   CacheShape shape;
   float scale;
-  int64_t window;      // a token sees itself and the window - 1 tokens before it; 0: all before it
+  // A token sees itself and the window - 1 tokens before it; 0: all before it. Unless causal, as many as the window on
+  // either side of it.
+  int64_t window;
   float soft_cap;      // scores become cap * tanh(score / cap); 0: they do not
   const float* alibi;  // [heads] or null: slope * (position of key - position of query) is added to scores
-  bool causal;         // a token sees none after it; otherwise, which goes without a window, the whole context
+  bool causal;         // a token sees none after it
 
+  // How many tokens before it and after it a token sees at most.
+  int64_t before() const { return window > 0 ? window - (causal ? 1 : 0) : kAll; }
+  int64_t after() const { return causal ? 0 : window > 0 ? window : kAll; }
   int64_t group() const { return heads / shape.kv_heads; }  // query heads of a KV head
 };
 

@@ -39,6 +39,7 @@ OCTAVO_INLINE float exp2_not_above_zero(float x) { return exp2_not_above_zero(sp
 struct Range {
   int64_t begin, end;
   bool empty() const { return begin >= end; }
+  bool operator==(Range other) const { return begin == other.begin && end == other.end; }
 };
 
 Range cut(Range a, Range b) { return {larger(a.begin, b.begin), smaller(a.end, b.end)}; }
@@ -47,15 +48,15 @@ Range cut(Range a, Range b) { return {larger(a.begin, b.begin), smaller(a.end, b
 struct Sight {
   Sight(const Attention& a, const Step& step, const AttentionItem& item)
       : queries(item.queries),
-        window(a.window),
-        causal(a.causal),
+        before(a.before()),
+        after(a.after()),
         context(step.seq_lens[item.sequence]),
         first_token(step.query_start[item.sequence] + item.first_query),
         first_position(step.positions[first_token]) {}
 
   Range seen(int64_t query) const {
-    const int64_t end = causal ? first_position + query + 1 : context;
-    return {window > 0 ? larger(0, end - window) : 0, end};
+    const int64_t position = first_position + query;
+    return {larger(0, position - before), smaller(context, position + after + 1)};
   }
 
   // Those that any query sees of a piece, and the panels where they are.
@@ -67,20 +68,13 @@ struct Sight {
     return {range.begin / kPanel, (range.end + kPanel - 1) / kPanel};
   }
 
-  // The queries that see any position of [begin, end), and those that see all of them.
+  // The queries that see any position of [begin, end).
   Range seeing_any(int64_t begin, int64_t end) const {
-    if (!causal) return {0, queries};
-    const int64_t last = window > 0 ? end - 1 + window - first_position : queries;
-    return cut({begin - first_position, last}, {0, queries});
-  }
-  Range seeing_all(int64_t begin, int64_t end) const {
-    if (!causal) return {0, end <= context ? queries : 0};
-    const int64_t last = window > 0 ? begin + window - first_position : queries;
-    return cut({end - 1 - first_position, last}, {0, queries});
+    const int64_t first = begin - after - first_position, last = smaller(end, context) + before - first_position;
+    return cut({first, last}, {0, queries});
   }
 
-  int64_t queries, window;
-  bool causal;
+  int64_t queries, before, after;
   int64_t context, first_token, first_position;
 };
 

@@ -81,7 +81,6 @@ OpPtr paged_attention(uintptr_t q, int64_t q_stride, uintptr_t out, uintptr_t ke
     throw std::invalid_argument("heads must be a multiple of kv_heads (" + std::to_string(kv_heads) + "), not " +
                                 std::to_string(heads));
   if (window < 0 || !(soft_cap >= 0)) throw std::invalid_argument("window and soft_cap must not be negative");
-  if (window > 0 && !causal) throw std::invalid_argument("a window is for causal attention");
   return std::make_shared<AttentionOp>(
       Attention{pointer<void>(q), q_stride, pointer<void>(out), dtype, heads, pointer<char>(key_cache),
                 pointer<char>(value_cache), shape, static_cast<float>(scale), window, static_cast<float>(soft_cap),

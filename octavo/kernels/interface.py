@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from octavo.core.dtypes import DType
-from octavo.core.errors import UnsupportedModelError
 from octavo.kernels.arrays import Array, ArrayMaker
 from octavo.kernels.cache import CacheKernels, LayerCache
 from octavo.kernels.communicator import Collectives
@@ -33,21 +32,28 @@ class AttentionSpec:
 
     #: Scores are query * key * scale.
     scale: float
-    #: A token attends to itself and the ``window - 1`` tokens before it; None: to itself and all tokens before it.
+    #: A token attends to itself and the ``window - 1`` tokens before it; None: to itself and all tokens before it. If
+    #: attention is not causal, to itself and the ``window`` tokens on either side of it.
     window: int | None = None
     #: If given, scores become ``soft_cap * tanh(score / soft_cap)``.
     soft_cap: float | None = None
     #: ALiBi (Press et al. 2021): a slope for each query head of this rank; slope * (position of the key - position of
     #: the query) is added to the scores, after the soft cap.
     alibi_slopes: tuple[float, ...] | None = None
-    #: Whether a token attends to no later token. If not, it attends to the whole context, without a window.
+    #: Whether a token attends to no later token. If not, it attends to the whole context, or to its window.
     causal: bool = True
     #: Over a latent cache: a token's value is the first ``value_dim`` numbers of its key.
     value_dim: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.window is not None and not self.causal:
-            raise UnsupportedModelError(f"a window of {self.window} tokens needs causal attention")
+    @property
+    def before(self) -> int | None:
+        """How many tokens before itself a token attends to at most; None: all."""
+        return self.window - 1 if self.window is not None and self.causal else self.window
+
+    @property
+    def after(self) -> int | None:
+        """How many tokens after itself a token attends to at most; None: all."""
+        return 0 if self.causal else self.window
 
 
 class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):

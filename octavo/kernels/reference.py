@@ -260,9 +260,9 @@ def _decode(
     """
     block_size, kv_heads, head_dim = cache.key.shape[1:]
     num_blocks = -(-max_len // block_size)
-    if spec.window is not None:
-        # The last `window` tokens up to the query lie in at most this many blocks.
-        num_blocks = min(num_blocks, -(-spec.window // block_size) + 1)
+    if spec.before is not None and spec.after is not None:
+        # The window's tokens lie in at most this many blocks.
+        num_blocks = min(num_blocks, -(-(spec.before + 1 + spec.after) // block_size) + 1)
     at_once = max(1, _MAX_ELEMENTS // max(1, num_blocks * block_size * kv_heads * head_dim))
     pieces = zip(*(x.split(at_once) for x in (q, tables, positions, lens)), strict=True)
     outs = [_decode_slice(rows, cache, table, at, ends, num_blocks, spec) for rows, table, at, ends in pieces]
@@ -281,10 +281,10 @@ def _decode_slice(
     sequences, heads, head_dim = q.shape
     block_size, kv_heads = cache.key.shape[1:3]
     offsets = torch.arange(num_blocks * block_size, device=q.device)
-    if spec.window is None:
+    if spec.before is None:
         tables, columns = tables[:, :num_blocks], offsets
     else:
-        first_block = (positions.unsqueeze(1) - spec.window + 1).clamp_(min=0) // block_size
+        first_block = (positions.unsqueeze(1) - spec.before).clamp_(min=0) // block_size
         tables = tables.gather(1, (first_block + offsets[:num_blocks]).clamp_(max=tables.shape[1] - 1).long())
         columns = first_block * block_size + offsets
     beyond = columns >= lens.unsqueeze(1)
@@ -308,9 +308,9 @@ def _prefill(
     if not length:
         return q.clone()
     block_size, kv_heads = cache.key.shape[1:3]
-    first_query, window = int(positions[0]), spec.window
-    origin = 0 if window is None else max(0, first_query - window + 1) // block_size * block_size
-    last = first_query + length if spec.causal else seq_len
+    first_query, before, after = int(positions[0]), spec.before, spec.after
+    origin = 0 if before is None else max(0, first_query - before) // block_size * block_size
+    last = seq_len if after is None else min(seq_len, first_query + length + after)
     blocks = table[origin // block_size : -(-last // block_size)]
     shape = (1, blocks.shape[0] * block_size, kv_heads, head_dim)
     # [K, context, D], from position `origin` to the last one that a query attends to.
@@ -321,8 +321,8 @@ def _prefill(
     step = max(1, _MAX_ELEMENTS // (heads * (last - origin)))
     for start in range(0, length, step):
         end = min(start + step, length)
-        oldest = origin if window is None else max(origin, first_query + start - window + 1)
-        newest = first_query + end if spec.causal else seq_len
+        oldest = origin if before is None else max(origin, first_query + start - before)
+        newest = seq_len if after is None else min(seq_len, first_query + end + after)
         seen = slice(oldest - origin, newest - origin)
         columns = torch.arange(oldest, newest, device=q.device)
         distance = columns - positions[start:end].unsqueeze(1)
@@ -346,10 +346,10 @@ def _weights(scores: Tensor, distance: Tensor, beyond: Tensor, spec: AttentionSp
     if spec.alibi_slopes is not None:
         slopes = torch.tensor(spec.alibi_slopes, device=scores.device).view(scores.shape[-4:-2])
         scores = scores.add_(slopes[..., None, None] * distance)
-    if spec.causal:
-        beyond = beyond | (distance > 0)
-    if spec.window is not None:
-        beyond = beyond | (distance <= -spec.window)
+    if spec.after is not None:
+        beyond = beyond | (distance > spec.after)
+    if spec.before is not None:
+        beyond = beyond | (distance < -spec.before)
     return scores.masked_fill_(beyond, float("-inf")).softmax(-1)
 
 

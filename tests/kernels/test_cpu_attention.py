@@ -147,7 +147,7 @@ class World:
             scores -= torch.tensor(spec.alibi_slopes, dtype=torch.float64)[:, None, None] * distance
         hidden = (distance < 0) & n.causal
         if n.window is not None:
-            hidden |= distance >= n.window
+            hidden |= distance >= n.window if n.causal else distance.abs() > n.window
         weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v), torch.einsum("hqk,khd->qhd", weights, v.abs())
 
@@ -217,8 +217,8 @@ def test_mixed_batches(network: Network, parts: list[tuple[int, int, bool]], see
 @settings(max_examples=40, deadline=None)
 @given(networks, st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), max_size=3), st.integers(0, 290), seeds)
 def test_queries_amid_their_context(network: Network, parts: list[tuple[int, int]], after: int, seed: int) -> None:
-    """They see up to themselves, with the bits that they have as the last ones; or, not causal, the whole context."""
-    for n in (network, replace(network, causal=False, window=None)):
+    """They see up to themselves, with the bits that they have as the last ones; or, not causal, what follows, too."""
+    for n in (network, replace(network, causal=False)):
         chunks = [(s, before, before + now) for s, (before, now) in enumerate(parts)]
         world = World(n, [end + after for _, _, end in chunks], seed)
         world.step([(s, 0, end + after) for s, _, end in chunks])
@@ -284,6 +284,42 @@ def test_a_nan_before_the_window_does_not_reach_later_tokens(cache_dtype: torch.
     [dirty] = world.step([(0, 0, 60)])
     assert torch.equal(dirty[:token], clean[:token]) and torch.equal(dirty[token + 20 :], clean[token + 20 :])
     assert dirty[token : token + 20].isnan().all()
+
+
+@pytest.mark.parametrize("cache_dtype", [F32, BF16, I8])
+@pytest.mark.parametrize("token", [30, 31])
+def test_a_nan_outside_a_window_of_both_sides_does_not_reach_a_token(cache_dtype: torch.dtype, token: int) -> None:
+    world = World(Network(cache_dtype=cache_dtype, window=9, causal=False), [60], 0)
+    [clean] = world.step([(0, 0, 60)])
+    assert_right(world, [(0, 0, 60)], [clean])
+    world.sequences[0].k[token] = world.sequences[0].v[token] = float("nan")
+    [dirty] = world.step([(0, 0, 60)])
+    assert torch.equal(dirty[: token - 9], clean[: token - 9]) and torch.equal(dirty[token + 10 :], clean[token + 10 :])
+    assert dirty[token - 9 : token + 10].isnan().all()
+
+
+ENCODERS = [
+    Network(group=1, kv_heads=12, head_dim=32, dtype=dtype, cache_dtype=dtype, window=window, causal=False)
+    for dtype in (F32, BF16)
+    for window in (None, 1, 20, 64, 300)
+]
+
+
+@pytest.mark.parametrize("network", ENCODERS, ids=lambda n: f"{n.dtype}-{n.window}".removeprefix("torch."))
+def test_a_text_is_the_same_alone_and_in_company(network: Network) -> None:
+    """Whole texts, each in one step, in any order, with any number of threads."""
+    lengths = [1, 8, 15, 16, 17, 100, 33, 257, 600, 2]
+    world = World(network, lengths, 3)
+    texts = [(s, 0, length) for s, length in enumerate(lengths)]
+    _cpu.set_threads(1)
+    whole = world.step(texts)
+    assert_right(world, texts, whole)
+    for threads in (1, 2, 3):
+        _cpu.set_threads(threads)
+        for text, expected in zip(texts, whole, strict=True):
+            assert torch.equal(world.step([text])[0], expected)
+        for actual, expected in zip(world.step(texts[::-1]), whole[::-1], strict=True):
+            assert torch.equal(actual, expected)
 
 
 # --- invariance -----------------------------------------------------------------------------------------------------
