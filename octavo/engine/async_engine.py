@@ -18,6 +18,8 @@ from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, I
 from octavo.core.messages import NO_REPLY, Abort, Call, StepDone, Stop, Unpin
 from octavo.core.model_config import ModelConfig
 from octavo.core.outputs import RequestOutput
+from octavo.core.pooling_outputs import PoolingRequestOutput
+from octavo.core.pooling_params import PoolingParams
 from octavo.core.prompts import Prompt
 from octavo.core.request import EngineCoreRequest
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options_from_keywords
@@ -25,7 +27,7 @@ from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.core.startup_profile import ProcessProfile, phase
 from octavo.engine.adapter_registry import AdapterRegistry
 from octavo.engine.core_start import CoreProcess
-from octavo.engine.front_end import FrontEnd
+from octavo.engine.front_end import FrontEnd, Params
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.model_files import check_classes, find_model
 from octavo.engine.output_processor import RequestState
@@ -196,7 +198,7 @@ class AsyncEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
+        params: Params | None = None,
         options: RequestOptions = DEFAULT_OPTIONS,
         *,
         streaming: bool = True,
@@ -217,7 +219,7 @@ class AsyncEngine:
         """
         options = options_from_keywords("submit", keywords, options)
         kind = kind if streaming else RequestOutputKind.FINAL_ONLY
-        if isinstance(prompt, (SamplingParams, BeamSearchParams)):
+        if isinstance(prompt, (SamplingParams, BeamSearchParams, PoolingParams)):
             raise InvalidRequestError("a request is given as request_id, prompt, parameters, in this order")
         if not self._loaded:
             await self.ready()
@@ -229,6 +231,24 @@ class AsyncEngine:
         # Nothing is awaited below: the adapter stays loaded until the request counts as its user.
         self._check_accepts("a request")
         return self._send(self.front_end.add(request_id, prompt, params, options, adapter, kind))
+
+    async def pool(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: PoolingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        **keywords: Any,
+    ) -> PoolingRequestOutput:
+        """The vector or scores of a prompt, as ``PoolingOutput``; if this is cancelled, the request is aborted.
+
+        Raises:
+            InvalidRequestError, AdapterError, EngineDeadError, EngineStateError: as for ``submit``.
+        """
+        stream = await self.submit(request_id, prompt, params, options, streaming=False, **keywords)
+        with contextlib.closing(stream):
+            output: Any = await anext(stream)
+        return output
 
     def _check_accepts(self, what: str) -> None:
         self.check_alive()

@@ -12,6 +12,7 @@ from octavo.core.adapters import AdapterRef, LoRARequest
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import InvalidRequestError
 from octavo.core.messages import check_sendable
+from octavo.core.pooling_params import PoolingParams
 from octavo.core.prompts import Prompt
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
@@ -19,8 +20,11 @@ from octavo.engine.adapter_registry import make_registry
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.model_files import ModelFiles
 from octavo.engine.output_processor import OutputProcessor, RequestState
+from octavo.engine.pooling_inputs import PoolingInputs
 from octavo.engine.shared_prefixes import SharedPrefixes
 
+#: What a request asks for.
+Params = SamplingParams | BeamSearchParams | PoolingParams
 #: Texts of this many characters take some 10 ms to tokenize, and are tokenized in a thread.
 LONG_TEXT = 8192
 
@@ -42,13 +46,14 @@ class FrontEnd:
         self.inputs = InputProcessor(files, max_model_len)
         #: The adapters that requests may name.
         self.adapters = make_registry(files.options, files.model_config)
+        self.pooling = PoolingInputs(files, self.inputs)
         self.outputs = OutputProcessor(files.tokenizer, self.adapters.end)
         self.prefixes = SharedPrefixes(files.options, self.inputs)
         #: By name: held while an adapter is read.
         self._adapter_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def prepare(
-        self, prompt: Prompt, params: SamplingParams | BeamSearchParams | None, options: RequestOptions
+        self, prompt: Prompt, params: Params | None, options: RequestOptions
     ) -> tuple[Prompt, RequestOptions, AdapterRef | None]:
         """What ``add`` takes, after all that takes long, so that it does not: done in threads and in the sandbox.
 
@@ -59,7 +64,7 @@ class FrontEnd:
             ClientLimitError: the client has used up the seconds that it may have for compiling (``Sandbox``).
             AdapterError: the adapter cannot be used.
         """
-        prompt = await self.tokenize(prompt)
+        prompt = await self.tokenize(prompt, params)
         if isinstance(options.prediction, str) and len(options.prediction) >= LONG_TEXT:
             [ids] = await asyncio.to_thread(self.tokenizer.encode_batch, [options.prediction], False)
             options = msgspec.structs.replace(options, prediction=ids)
@@ -69,12 +74,14 @@ class FrontEnd:
         named = options.lora_request
         return prompt, options, None if named is None else await self._find_adapter(named)
 
-    async def tokenize(self, prompt: Prompt) -> Prompt:
+    async def tokenize(self, prompt: Prompt, params: Params | None = None) -> Prompt:
         """The prompt, to which token ids are added if it is a long text; that is done in a thread."""
         fields = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
         text = fields.get("prompt")
         if not isinstance(text, str) or len(text) < LONG_TEXT or fields.get("prompt_token_ids") is not None:
             return prompt
+        if isinstance(params, PoolingParams):
+            return await asyncio.to_thread(self.pooling.tokenize, prompt, params)
         # Unlike ``encode``, this lets other threads run.
         [ids] = await asyncio.to_thread(self.tokenizer.encode_batch, [text])
         return {**fields, "prompt_token_ids": ids}
@@ -93,7 +100,7 @@ class FrontEnd:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None,
+        params: Params | None,
         options: RequestOptions,
         adapter: AdapterRef | None,
         kind: RequestOutputKind,
@@ -107,8 +114,13 @@ class FrontEnd:
         """
         if request_id in self.outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
-        params = params if params is not None else self.inputs.default_params()
-        request = self.inputs.process(request_id, prompt, params, options, adapter)
+        request: RequestState
+        if isinstance(params, PoolingParams):
+            request = self.pooling.process(request_id, prompt, params, options, adapter)
+        else:
+            self.pooling.require("generate")
+            params = params if params is not None else self.inputs.default_params()
+            request = self.inputs.process(request_id, prompt, params, options, adapter)
         if self._sends:
             check_sendable(request.group)
         if adapter is not None:

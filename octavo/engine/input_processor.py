@@ -88,7 +88,7 @@ class InputProcessor:
         arrival = time.monotonic() if options.arrival_time is None else float(options.arrival_time)
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise InvalidRequestError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
-        self._check_policy(options)
+        self.check_policy(options)
         if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
             options = msgspec.structs.replace(options, cache_salt=prompt["cache_salt"])
         text, token_ids = self.read_prompt(prompt)
@@ -102,18 +102,22 @@ class InputProcessor:
         limit = self._max_tokens(params.max_tokens, len(token_ids), virtual)
         fitted = params if limit is params.max_tokens else msgspec.structs.replace(params, max_tokens=limit)
         group = EngineCoreRequest(
-            group_id=self._next_group_id,
+            group_id=self.next_group_id(),
             prompt_token_ids=[*range(self.vocab_size, self.vocab_size + virtual), *token_ids] if virtual else token_ids,
             task=self._task(fitted, self._thinking_budget(params, options.reasoning, text, token_ids)),
             arrival_time=arrival,
-            options=msgspec.structs.replace(options, **_RESOLVED),
+            options=sent(options),
             adapter=adapter,
             prediction=predicted,
         )
-        self._next_group_id += 1
         if isinstance(params, BeamSearchParams):  # its hypotheses are shown as completions
             params = SamplingParams(n=params.beam_width, skip_special_tokens=params.skip_special_tokens)
         return RequestState(request_id, text, token_ids, params, group, options.visible_tokens)
+
+    def next_group_id(self) -> int:
+        """A number that no group has yet."""
+        self._next_group_id += 1
+        return self._next_group_id - 1
 
     def default_params(self) -> SamplingParams:
         """New parameters for a request that brings none: the model's own defaults, and for the rest those here."""
@@ -207,7 +211,7 @@ class InputProcessor:
         """
         if not token_ids:
             raise InvalidRequestError("the prompt is empty; it must have at least one token")
-        checked = self._checked_ids("prompt", token_ids)
+        checked = self.checked_ids("prompt", token_ids)
         if virtual + len(token_ids) + samples > self.max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {_counted(len(token_ids), virtual)}, but prompt and output together may have at most "
@@ -221,10 +225,14 @@ class InputProcessor:
             return []
         if isinstance(prediction, str):
             prediction = self.tokenizer.encode(prediction, add_special_tokens=False)
-        return self._checked_ids("prediction", prediction[: self.max_model_len])
+        return self.checked_ids("prediction", prediction[: self.max_model_len])
 
-    def _checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
-        """Token ids as plain integers."""
+    def checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
+        """Token ids as plain integers.
+
+        Raises:
+            InvalidRequestError: one is none, or not in the vocabulary.
+        """
         try:
             checked: list[int] = msgspec.convert(token_ids, self._token_ids)
         except (msgspec.ValidationError, ValueError):  # the latter of text that is no Unicode
@@ -234,8 +242,12 @@ class InputProcessor:
             ) from None
         return checked
 
-    def _check_policy(self, options: RequestOptions) -> None:
-        """Refuses what the scheduling policy does not look at."""
+    def check_policy(self, options: RequestOptions) -> None:
+        """Refuses what the scheduling policy does not look at.
+
+        Raises:
+            InvalidRequestError: see above.
+        """
         if options.priority and not self._policy_class.uses_priority:
             names = ", ".join(name for name, policy in POLICIES.items() if policy.uses_priority)
             raise InvalidRequestError(
@@ -290,6 +302,11 @@ class InputProcessor:
             return params.seed & _MASK64
         self._unseeded += 1
         return ((self._seed << 32) ^ (self._unseeded * _SPREAD)) & _MASK64
+
+
+def sent(options: RequestOptions) -> RequestOptions:
+    """What a core needs to know of the options."""
+    return msgspec.structs.replace(options, **_RESOLVED)
 
 
 def _counted(tokens: int, virtual: int) -> str:

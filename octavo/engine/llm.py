@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config_sources import resolve_config
 from octavo.core.errors import AdapterError, ConfigError, InvalidRequestError, OctavoError
 from octavo.core.interrupts import HeldInterrupts
 from octavo.core.metric_values import Metric, metrics_of
-from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.core.outputs import RequestOutput
 from octavo.core.prompts import Prompt
 from octavo.core.request_options import RequestOptions, check_one_each, check_request_keywords, options_for_each
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm_engine import LLMEngine
 from octavo.engine.model_files import find_files
+from octavo.engine.pooling_calls import PoolingCalls
 from octavo.engine.progress import Bar, Progress
+from octavo.engine.prompt_lists import is_single, refused
 from octavo.engine.stat_loggers import StatLogger
 from octavo.engine.tokenizer import Tokenizer
 
@@ -32,8 +33,8 @@ Conversation = Sequence[Message] | Message | str
 Params = SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None
 
 
-class LLM(LLMEngine):
-    """A model ready to generate.
+class LLM(LLMEngine, PoolingCalls):
+    """A model ready to generate, or to make vectors and scores (``PoolingCalls``).
 
     >>> llm = LLM(model="smollm2-135m")
     >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].outputs[0].text
@@ -122,7 +123,7 @@ class LLM(LLMEngine):
             AdapterError: the adapter of a single prompt cannot be used.
         """
         check_request_keywords("generate", keywords)
-        single = _is_single("prompts", prompts, int, "text, token ids, a dictionary or a list of these")
+        single = is_single("prompts", prompts, int, "text, token ids, a dictionary or a list of these")
         many = [cast(Prompt, prompts)] if single else list(cast("Sequence[Prompt]", prompts))
         options = options_for_each("generate", keywords, len(many))
         return self._run([(p, None) for p in many], sampling_params, use_tqdm, options, single)
@@ -184,7 +185,7 @@ class LLM(LLMEngine):
             TokenizerError: the template is not valid.
         """
         check_request_keywords("chat", keywords)
-        single = _is_single("messages", messages, dict, "a text, messages or a list of conversations")
+        single = is_single("messages", messages, dict, "a text, messages or a list of conversations")
         conversations = [cast("Conversation", messages)] if single else list(cast("Sequence[Conversation]", messages))
         options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
@@ -204,18 +205,6 @@ class LLM(LLMEngine):
         each = options_for_each("chat", keywords, len(rendered))
         return self._run(rendered, sampling_params, use_tqdm, each, single)
 
-    def encode(self, *_: object, **__: object) -> NoReturn:
-        """Refuses, as the methods for vectors and scores of vLLM do here: there are no pooling models.
-
-        Raises:
-            InvalidRequestError: always.
-        """
-        raise InvalidRequestError(
-            "encode, embed, classify, score and reward need a pooling model, but Octavo generates text"
-        )
-
-    embed = classify = score = reward = encode
-
     def get_metrics(self) -> list[Metric]:
         """Queues and blocks now (``Gauge``), and totals since the start (``Counter``), each with name and value."""
         return metrics_of(self.stats())
@@ -223,16 +212,16 @@ class LLM(LLMEngine):
     def _run(
         self,
         prompts: list[tuple[Prompt, OctavoError | None]],
-        sampling_params: Params,
+        params: Any,
         use_tqdm: Bar,
         options: list[RequestOptions],
         single: bool,
-    ) -> list[RequestOutput]:
-        params_of_each = sampling_params or self.get_default_sampling_params()
+    ) -> list[Any]:
+        params_of_each = params or self.get_default_sampling_params()
         if isinstance(params_of_each, (SamplingParams, BeamSearchParams)):
             params_of_each = [params_of_each] * len(prompts)
         check_one_each("sampling_params", params_of_each, len(prompts))
-        outputs: dict[str, RequestOutput] = {}
+        outputs: dict[str, Any] = {}
         order = []
         with HeldInterrupts() as interrupts:
             try:
@@ -247,16 +236,14 @@ class LLM(LLMEngine):
                     except (InvalidRequestError, AdapterError) as e:
                         if single:
                             raise
-                        outputs[request_id] = _refused(request_id, prompt, e)
+                        outputs[request_id] = refused(request_id, prompt, params, e)
                 self._finish_all(outputs, len(order), use_tqdm, interrupts)
             finally:  # an interrupt leaves nothing behind
                 for request_id in order:
                     self.abort_request(request_id)
         return [outputs[request_id] for request_id in order]
 
-    def _finish_all(
-        self, outputs: dict[str, RequestOutput], total: int, use_tqdm: Bar, interrupts: HeldInterrupts
-    ) -> None:
+    def _finish_all(self, outputs: dict[str, Any], total: int, use_tqdm: Bar, interrupts: HeldInterrupts) -> None:
         """Steps until every request has ended, showing prompts done and tokens a second."""
         with Progress(use_tqdm, total, len(outputs)) as progress:
             while self.has_unfinished_requests():
@@ -264,19 +251,6 @@ class LLM(LLMEngine):
                 for output in self.step():
                     outputs[output.request_id] = output
                     progress.add(output)
-
-
-def _is_single(name: str, value: object, first: type, forms: str) -> bool:
-    """Whether this is one prompt or conversation, and not a list of them; ``first``: the type of what one begins with.
-
-    Raises:
-        InvalidRequestError: it is neither; ``forms`` are what it may be.
-    """
-    if isinstance(value, (str, dict)):
-        return True
-    if isinstance(value, (list, tuple)):
-        return bool(value) and isinstance(value[0], first)
-    raise InvalidRequestError(f"{name} must be {forms}, not {value!r}")
 
 
 def _as_messages(conversation: Conversation) -> Sequence[Message]:
@@ -296,17 +270,3 @@ def _template_variables(variables: Mapping[str, Any] | None, options: Mapping[st
         if name in options or name in ("messages", "template", "tokenize"):
             raise InvalidRequestError(f"chat_template_kwargs must not hold {name!r}, which is an argument of its own")
     return variables
-
-
-def _refused(request_id: str, prompt: Any, error: OctavoError) -> RequestOutput:
-    """The output of a request that was refused."""
-    now = time.monotonic()
-    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt if isinstance(prompt, str) else None
-    return RequestOutput(
-        request_id=request_id,
-        prompt=text,
-        prompt_token_ids=list(prompt) if isinstance(prompt, (list, tuple)) else [],
-        outputs=[CompletionOutput(0, finish_reason="error", error=str(error))],
-        finished=True,
-        metrics=RequestMetrics(arrival_time=now, finished_time=now),
-    )

@@ -7,17 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.core.adapters import LoRARequest
-from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.errors import EngineStateError, memory_errors
 from octavo.core.interrupts import HeldInterrupts, holding_interrupts
 from octavo.core.outputs import RequestOutput
 from octavo.core.prompts import Prompt
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options_from_keywords
-from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+from octavo.core.sampling_params import RequestOutputKind
 from octavo.core.stats import SchedulerStats
 from octavo.engine.core import EngineCore
-from octavo.engine.front_end import FrontEnd
+from octavo.engine.front_end import FrontEnd, Params
 from octavo.engine.model_files import ModelFiles, find_files
 from octavo.engine.shared_prefixes import SharedPrefix
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
@@ -72,7 +71,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
+        params: Params | None = None,
         options: RequestOptions = DEFAULT_OPTIONS,
         *,
         streaming: bool = True,
@@ -82,7 +81,7 @@ class LLMEngine:
 
         Without ``params`` it has the model's defaults (see ``EngineConfig.generation_config``). With their
         ``output_kind`` DELTA each step gives what it adds, with FINAL_ONLY it is as with ``streaming=False``.
-        ``keywords``: fields of ``RequestOptions``.
+        ``keywords``: fields of ``RequestOptions``. The output of ``PoolingParams`` is a ``PoolingRequestOutput``.
 
         Raises:
             InvalidRequestError: the request cannot be served; the engine is as before.

@@ -61,6 +61,8 @@ class RequestState:
     metrics: RequestMetrics = field(init=False)
     completions: list[_Completion] = field(init=False)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    #: What was made of its prompt, see ``SequenceResult``.
+    pooled: bytes | None = None
     #: What is in ``metrics`` from the next ``take`` on: drafts so far, and when the last token came.
     drafts: DraftStats | None = None
     last_token_time: float | None = None
@@ -161,6 +163,7 @@ class OutputProcessor:
             kind = (params.output_kind or kind) if shows else RequestOutputKind.FINAL_ONLY
         request.kind, request.metrics = kind, RequestMetrics(request.group.arrival_time)
         request.completions, request.drafts, request.last_token_time, request.taken = [], None, None, None
+        request.pooled = None
         request.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         for index in range(params.num_sequences):
             output = CompletionOutput(index)
@@ -281,6 +284,8 @@ class OutputProcessor:
             output.token_ids += token_ids
         if update.extra is not None:
             self._add_logprobs(request, completion, update.extra, len(token_ids))
+            if update.extra.pooled is not None:
+                request.pooled = update.extra.pooled
             if reason == _FAILED:
                 output.error = update.extra.error
         if reason is not None:

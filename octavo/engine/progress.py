@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from octavo.core.outputs import RequestOutput
+from octavo.core.pooling_outputs import PoolingRequestOutput
 
 #: Whether there is a bar, or what makes one of tqdm's arguments.
 Bar = bool | Callable[..., Any]
@@ -33,11 +34,13 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self._bar.__exit__(*error)
 
-    def add(self, output: RequestOutput) -> None:
+    def add(self, output: RequestOutput | PoolingRequestOutput) -> None:
         """A prompt is done."""
         self._tokens_in += len(output.prompt_token_ids)
-        self._tokens_out += sum(len(o.token_ids) for o in output.outputs)
         seconds = time.perf_counter() - self._start
-        speeds = f"in {self._tokens_in / seconds:.0f} tok/s, out {self._tokens_out / seconds:.0f} tok/s"
+        speeds = f"in {self._tokens_in / seconds:.0f} tok/s"
+        if isinstance(output, RequestOutput):
+            self._tokens_out += sum(len(o.token_ids) for o in output.outputs)
+            speeds += f", out {self._tokens_out / seconds:.0f} tok/s"
         self._bar.set_postfix_str(speeds, refresh=False)
         self._bar.update()
