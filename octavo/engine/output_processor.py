@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from octavo.core.engine_outputs import AdmissionStats, DraftStats, EngineCoreOutputs, GroupOutput, SequenceOutput
 from octavo.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
@@ -105,7 +106,7 @@ class RequestState:
         self.taken = new if self.taken is None else self.taken + new
         return self.taken
 
-    def _take_new(self) -> RequestOutput:
+    def _take_new(self) -> Any:
         """Costs nothing for what was taken before."""
         finished = self.finished
         outputs = [c.take() for c in self.completions]

@@ -195,18 +195,17 @@ class PoolingInputs:
 
     def _task(self, params: PoolingParams) -> PoolingTask:
         """The task of a request, by default the first that the model can do."""
-        task = params.task
+        task: Any = params.task
         if task is None:
-            known = [name for name in self.tasks if name not in ("generate", "score")] or ["score"]
-            task = "embed" if "embed" in known else known[0]
+            task = next((name for name in self.tasks if name not in ("generate", "score")), "score")
         if task == "score" and (self.config.head == "none" or self._compares):
             raise InvalidRequestError("this model scores pairs by comparing vectors: ask for both with task embed")
         if not (task == "embed" and "score" in self.tasks):
-            self.require(str(task))
+            self.require(task)
         if params.dimensions is not None:
-            self._check_dimensions(str(task), params.dimensions)
-        assert task is not None
-        return task
+            self._check_dimensions(task, params.dimensions)
+        checked: PoolingTask = task
+        return checked
 
     def _check_dimensions(self, task: str, dimensions: int) -> None:
         """Refuses vectors of other sizes than those that the model was trained for."""

@@ -57,7 +57,7 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
     network = make_network(config, context)
     whole = network if context.layers is None else build_rank_without_weights(config, replace(context, layers=None))
     shapes = whole.tensor_shapes()
-    entries: list[CheckpointEntry] = [*network.checkpoint_map]
+    entries: list[CheckpointEntry] = [*(network.head_map if config.head != "lm" else ()), *network.checkpoint_map]
     tensors: Generator[tuple[str, np.ndarray | QuantizedRows]]
     if gguf is not None:
         from octavo.loader.gguf_weights import GGUFCheckpoint

@@ -12,8 +12,9 @@ from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.model_config import ModelConfig
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.models.config_reader import ConfigReader
+from octavo.models.heads import with_head
 from octavo.models.quantization import read_quantization
-from octavo.models.registry import architecture_of_type, network_class, supported_architectures, unsupported
+from octavo.models.registry import architecture_of_type, find_base, network_class, supported_architectures, unsupported
 
 #: Largest JSON file that is read, in bytes.
 _MAX_JSON_BYTES = 16 << 20
@@ -37,9 +38,11 @@ def read_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) 
     generation_file = folder / _GENERATION_FILE
     generation = read_json(generation_file) if generation_file.exists() else {}
     architecture = _architecture(raw)
-    config = network_class(architecture).read_config(
-        architecture, ConfigReader(raw, folder / "config.json", generation)
-    )
+    reader = ConfigReader(raw, folder / "config.json", generation)
+    base = find_base(architecture)
+    config = network_class(architecture).read_config(base or architecture, reader)
+    if base != architecture or config.is_encoder:
+        config = with_head(config, architecture, reader)
     return replace(config, quantization=read_quantization(_quantization_fields(raw, folder)))
 
 
@@ -117,7 +120,7 @@ def _architecture(raw: dict[str, Any]) -> str:
     named = raw.get("architectures")
     names = named if isinstance(named, list) and named else [architecture_of_type(str(raw.get("model_type")))]
     for name in names:
-        if name in supported:
+        if find_base(str(name)) in supported:
             return str(name)
     if isinstance(named, list) and named:
         raise unsupported("model architecture", str(named[0]), supported)

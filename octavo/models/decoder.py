@@ -16,6 +16,7 @@ from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.layers.attention import Attention
+from octavo.layers.classification import ClassificationHead
 from octavo.layers.context import LayerContext
 from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.layer import Layer
@@ -55,8 +56,13 @@ class Decoder(Network):
         if self.is_last:
             norm = self.make_final_norm(config, context)
             self.norm = None if norm is None else self.attach("model.norm", norm)
-            head = ParallelLMHead(context, vocab, width, self.embed_tokens if tied else None, bias=config.head_bias)
-            self.head = self.attach("lm_head", head)
+            self.head = self.classifier = None
+            if config.head == "lm":
+                head = ParallelLMHead(context, vocab, width, self.embed_tokens if tied else None, bias=config.head_bias)
+                self.head = self.attach("lm_head", head)
+            elif config.labels:
+                classes, bias = len(config.labels), config.head == "token"
+                self.classifier = self.attach("score", ClassificationHead(context, width, classes, out_bias=bias))
 
     @abstractmethod
     def make_layer(self, index: int, config: Any, context: LayerContext) -> DecoderLayer:
@@ -118,4 +124,8 @@ class Decoder(Network):
 
     def logits(self, hidden: Array) -> Array:
         """Hidden states [n, E] to logits float32 [n, vocab]."""
-        return self.head(hidden)
+        return super().logits(hidden) if self.head is None else self.head(hidden)
+
+    def scores(self, rows: Array) -> Array:
+        """See ``Network``."""
+        return super().scores(rows) if self.classifier is None else self.classifier(rows)

@@ -52,12 +52,25 @@ _HEADS = {
     "LlamaForCausalLMEagle3": ("", "octavo.models.eagle", "Eagle3ForCausalLM"),
 }
 
+#: Encoders by the beginning of their architectures' names, which end in one of ``_ENDINGS``.
+ENCODERS = {
+    "Bert": ("bert", "octavo.models.bert", "BertModel"),
+    "Camembert": ("camembert", "octavo.models.bert", "RobertaModel"),
+    "DistilBert": ("distilbert", "octavo.models.bert", "DistilBertModel"),
+    "ModernBert": ("modernbert", "octavo.models.modernbert", "ModernBertModel"),
+    "NomicBert": ("nomic_bert", "octavo.models.nomic_bert", "NomicBertModel"),
+    "Roberta": ("roberta", "octavo.models.bert", "RobertaModel"),
+    "XLMRoberta": ("xlm-roberta", "octavo.models.bert", "RobertaModel"),
+}
+#: What follows the name of a family in an architecture without a language-model head, or whose head is not used.
+_ENDINGS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "TextModel", "Model")
+
 #: Names of models with layers that keep a state instead of keys and values, alone or between attention layers.
 _STATE_SPACE = re.compile(
     r"mamba|jamba|zamba|bamba|rwkv|retnet|hyena|recurrent_?gemma|qwen3_?next|qwen3_?5|kimi_?linear|falcon_?h1"
     r"|nemotron_?h|minimax|moe_?hybrid|granite_?hybrid|lfm2|plamo2"
 )
-_SUFFIX = re.compile(r"ForCausalLM$|ForConditionalGeneration$|LMHeadModel$|Model$")
+_SUFFIX = re.compile(r"ForCausalLM$|ForConditionalGeneration$|LMHeadModel$|Model$|For\w+Classification$|ForMaskedLM$")
 
 
 def unsupported(what: str, name: str, supported: Sequence[str]) -> UnsupportedModelError:
@@ -70,13 +83,31 @@ def unsupported(what: str, name: str, supported: Sequence[str]) -> UnsupportedMo
 
 
 def supported_architectures() -> list[str]:
-    """The architectures that can be served, sorted."""
-    return sorted(NETWORKS)
+    """The architectures that can be served, sorted; ``find_base`` says which others are, too."""
+    return sorted([*NETWORKS, *(f"{family}Model" for family in ENCODERS)])
+
+
+def find_base(architecture: str) -> str | None:
+    """The architecture whose network this one has, with another head or none; None: it is not supported.
+
+    So any decoder may have a classification head in place of that of its language model.
+    """
+    if architecture in NETWORKS or architecture in _HEADS:
+        return architecture
+    ending = next((ending for ending in _ENDINGS if architecture.endswith(ending)), None)
+    family = architecture.removesuffix(ending) if ending else ""
+    if family in ENCODERS:
+        return f"{family}Model"
+    decoders = (f"{family}{ending}" for ending in ("ForCausalLM", "LMHeadModel"))
+    return next((name for name in decoders if ending != "ForMaskedLM" and name in NETWORKS), None)
 
 
 def architecture_of_type(model_type: str) -> str | None:
     """The architecture for a config.json that has this model_type and no architectures."""
-    return next((name for name, (known, _, _) in NETWORKS.items() if known == model_type), None)
+    decoder = next((name for name, (known, _, _) in NETWORKS.items() if known == model_type), None)
+    return decoder or next(
+        (f"{family}Model" for family, (known, _, _) in ENCODERS.items() if known == model_type), None
+    )
 
 
 def network_class(architecture: str) -> type[Network]:
@@ -85,10 +116,11 @@ def network_class(architecture: str) -> type[Network]:
     Raises:
         UnsupportedModelError: there is none.
     """
-    known = NETWORKS | _HEADS
-    if architecture not in known:
+    base = find_base(architecture)
+    if base is None:
         raise unsupported("architecture", architecture, supported_architectures())
-    _, module, name = known[architecture]
+    family = base.removesuffix("Model")
+    _, module, name = ENCODERS[family] if family in ENCODERS else (NETWORKS | _HEADS)[base]
     network: type[Network] = getattr(import_module(module), name)
     return network
 

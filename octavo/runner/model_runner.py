@@ -67,7 +67,7 @@ class ModelRunner:
                 caches, largest = layers.split(self._cache.device)[1], loaded.largest_batch(max_model_len)
                 self._drafter.start(self._batch, self._sampler, self._device, largest, caches)
         self._prompts = PromptLogprobs(self._batch, self._sampler, self._kernels, loaded.config.vocab_size)
-        self._pooling = Pooling(loaded, self._caches) if samples else None
+        self._pooling = Pooling(loaded) if samples else None
         self._in_flight: deque[QueuedStep] = deque()
         #: Whether forced tokens are appended. A sequence may not be planned ahead then, before they are known.
         ahead = options.pipeline_parallel_size == 1 and options.plans_ahead(self.device_name)
@@ -209,7 +209,7 @@ class ModelRunner:
             step.timer = stop_timer()
             return
         self._prompts.compute(self.loaded.network, inputs, output.hidden, step)
-        self._pooling.compute(inputs, batch, output.hidden, step)
+        self._pooling.compute(inputs, batch, output.hidden, step, self._caches)
         if len(inputs.sampling):
             self._step_sampler.sample(inputs, output, step)
         else:

@@ -19,6 +19,8 @@ from octavo.runner.pending import QueuedStep
 from octavo.runner.pooling_head import FiniteReader, PoolingHead
 from octavo.runner.step_inputs import StepInputs
 
+Caches = list[LayerCache]
+
 
 @dataclass(slots=True)
 class _Pooled:
@@ -37,9 +39,9 @@ class Pooling:
     are added in their order, each to the sum of those before it.
     """
 
-    def __init__(self, loaded: LoadedModel, caches: Callable[[], list[LayerCache]]) -> None:
-        """Reads the matrices that follow the pooling, if the model has any; ``caches`` are those of its layers."""
-        self._loaded, self._kernels, self._caches = loaded, loaded.kernels, caches
+    def __init__(self, loaded: LoadedModel) -> None:
+        """Reads the matrices that follow the pooling, if the model has any."""
+        self._loaded, self._kernels = loaded, loaded.kernels
         self._head = PoolingHead(loaded)
         self._held: dict[int, _Pooled] = {}
 
@@ -59,8 +61,13 @@ class Pooling:
         """A sequence is held no more."""
         self._held.pop(seq_id, None)
 
-    def compute(self, inputs: StepInputs, batch: ForwardBatch, hidden: Array, step: QueuedStep) -> None:
-        """Takes what the step has computed of pooled prompts, hidden [T, E], and makes vectors of those that end."""
+    def compute(
+        self, inputs: StepInputs, batch: ForwardBatch, hidden: Array, step: QueuedStep, caches: Callable[[], Caches]
+    ) -> None:
+        """Takes what the step has computed of pooled prompts, hidden [T, E], and makes vectors of those that end.
+
+        ``caches``: those of the network's layers.
+        """
         if not self._held:
             return
         values: NDArray[np.float32] | None = None
@@ -81,7 +88,7 @@ class Pooling:
                 if np.isfinite(result).all():
                     step.pooled[seq_id] = result
                 else:
-                    step.failed[seq_id] = self._explain(inputs, batch, seq_id)
+                    step.failed[seq_id] = self._explain(inputs, batch, seq_id, caches())
 
     def _take(self, pooled: _Pooled, rows: NDArray[np.float32], start: int) -> None:
         """Adds the hidden states of the positions from ``start`` on."""
@@ -110,14 +117,14 @@ class Pooling:
             total = np.add.reduce(rows if pooled.rows is None else _appended(pooled.rows, rows), axis=0)
             pooled.rows = total if last < pooled.num_tokens else total / _divisor(kind, task.first, last)
 
-    def _explain(self, inputs: StepInputs, batch: ForwardBatch, seq_id: int) -> str:
+    def _explain(self, inputs: StepInputs, batch: ForwardBatch, seq_id: int, caches: Caches) -> str:
         """Why a result is not finite: the first layer whose output is not, found by computing the step again."""
         place = inputs.seq_ids.index(seq_id)
         offsets = inputs.arrays["query_start_loc"]
         reader = FiniteReader(self._kernels, slice(int(offsets[place]), int(offsets[place + 1])))
         network = self._loaded.network
         if self._loaded.ranks.incoming is None:
-            network.forward_layers(network.embed(batch.token_ids), batch, self._caches(), reader)
+            network.forward_layers(network.embed(batch.token_ids), batch, caches, reader)
         return f"the result is not finite (NaN or infinite), first {reader.describe()}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +63,7 @@ class PoolingHead:
         """Rows [n, E] to vectors or scores [n, D], before what makes vectors of length 1 or probabilities of them."""
         if task in ("embed", "token_embed"):
             for dense, weight in self._dense:
-                fused = dense.activation if dense.activation in _FUSED else None
+                fused: Any = dense.activation if dense.activation in _FUSED else None
                 rows = self._to_numpy(weight(self._kernels.array(rows), DType.FLOAT32, activation=fused))
                 rows = np.tanh(rows) if dense.activation == "tanh" else rows
             return rows
