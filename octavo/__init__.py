@@ -39,6 +39,14 @@ if TYPE_CHECKING:
     from octavo.core.logits_plugins import LogitsProcessorPlugin
     from octavo.core.metric_values import Counter, Gauge, Metric
     from octavo.core.outputs import CompletionOutput, Logprob, RequestOutput
+    from octavo.core.pooling_outputs import (
+        ClassificationOutput,
+        EmbeddingOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+    )
+    from octavo.core.pooling_params import PoolingParams
     from octavo.core.prompts import TextPrompt, TokensPrompt
     from octavo.core.sampling_params import RequestOutputKind, SamplingParams
     from octavo.core.stats import StepStats
@@ -57,11 +65,13 @@ __all__ = [
     "AdapterNotFoundError",
     "AsyncLLM",
     "BeamSearchParams",
+    "ClassificationOutput",
     "ClientLimitError",
     "CompletionOutput",
     "ConfigError",
     "Counter",
     "DownloadError",
+    "EmbeddingOutput",
     "EngineConfig",
     "EngineDeadError",
     "EngineStateError",
@@ -75,10 +85,14 @@ __all__ = [
     "Metric",
     "ModelNotFoundError",
     "OctavoError",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PromptAdapterRequest",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
     "SequenceError",
     "StatLogger",
     "StepStats",
@@ -108,6 +122,11 @@ _ELSEWHERE = {
     "LogitsProcessorPlugin": "octavo.core.logits_plugins",
     "RequestOutputKind": "octavo.core.sampling_params",
     "RequestOutput": "octavo.core.outputs",
+    **dict.fromkeys(
+        ("PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "ClassificationOutput", "ScoringOutput"),
+        "octavo.core.pooling_outputs",
+    ),
+    "PoolingParams": "octavo.core.pooling_params",
     "CompletionOutput": "octavo.core.outputs",
     "Logprob": "octavo.core.outputs",
     "TextPrompt": "octavo.core.prompts",

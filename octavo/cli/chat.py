@@ -116,8 +116,12 @@ def run(arguments: Arguments) -> int:
 def _refuse_base_model(config: EngineConfig) -> None:
     """Refuses a built-in model that answers no questions, before it is fetched."""
     model = BUILTIN.get(config.model)
-    if model is not None and model.is_base and config.chat_template is None:
-        chats = ", ".join(name for name, other in BUILTIN.items() if not other.is_base)
+    if model is None:
+        return
+    chats = ", ".join(name for name, other in BUILTIN.items() if other.chats)
+    if model.embeds:
+        raise ConfigError(f"{model.name} makes vectors ('octavo embed {model.name} ...'); take a chat model: {chats}")
+    if model.is_base and config.chat_template is None:
         raise ConfigError(
             f"{model.name} is a base model: it continues texts ('octavo generate {model.name} ...') and answers no "
             f"questions; take a chat model, such as {chats}, or give a template of your own (--chat-template FILE)"

@@ -14,7 +14,7 @@ examples:
   octavo pull HuggingFaceTB/SmolLM2-360M-Instruct
 
 built-in models:
-""" + "".join(f"  {model.name:<13} {model.description}\n" for model in BUILTIN.values())
+""" + "".join(f"  {model.name:<17} {model.description}\n" for model in BUILTIN.values())
 
 
 def make_parser() -> Parser:

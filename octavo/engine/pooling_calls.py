@@ -115,6 +115,21 @@ class PoolingCalls(ABC):
             output.outputs = ClassificationOutput(data.data.tolist(), data.error)
         return outputs
 
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: Bar = True,
+        pooling_params: PoolingParamsOfEach = None,
+        **keywords: Any,
+    ) -> list[PoolingRequestOutput]:
+        """The scores of each token of prompts, of a reward model: ``encode`` with ``token_classify``.
+
+        Raises:
+            InvalidRequestError: see ``encode``.
+        """
+        return self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="token_classify", **keywords)
+
     def score(
         self,
         data_1: str | Sequence[str],

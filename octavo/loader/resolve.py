@@ -49,7 +49,8 @@ def resolve_model(name: str, *, revision: str | None = None, progress: bool = Tr
     if os.path.isfile(path):  # unlike Path.is_file, false also for what cannot be a name at all
         return gguf_folder(path)
     if name in BUILTIN:
-        return gguf_folder(fetch_builtin(BUILTIN[name], progress=progress), name)
+        fetched = fetch_builtin(BUILTIN[name], progress=progress)
+        return fetched.parent if BUILTIN[name].embeds else gguf_folder(fetched, name)
     if name in SHAPES:
         return shape_folder(name)
     if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
@@ -66,7 +67,7 @@ def gguf_source(name: str) -> Path | None:
         return None
     if os.path.isfile(path):
         return path
-    return fetch_builtin(BUILTIN[name]) if name in BUILTIN else None
+    return fetch_builtin(BUILTIN[name]) if name in BUILTIN and not BUILTIN[name].embeds else None
 
 
 def weight_quantization(
@@ -76,8 +77,8 @@ def weight_quantization(
 
     "auto" is the checkpoint's own format on the backend ``kernels="cpu"`` where it computes with such bits, several
     times faster than widened and in a fraction of the memory: "gguf" for a GGUF file, and for integers of
-    ``checkpoint`` its name. Built-in models are GGUF files too, but known by name and not by their bits: figures,
-    digests and examples that name one mean it in dtype.
+    ``checkpoint`` its name. Built-in models are known by name and not by the bits of their files: figures, digests and
+    examples that name one mean it in dtype.
 
     Raises:
         ConfigError: the option names another method than that of the checkpoint.

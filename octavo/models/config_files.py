@@ -13,6 +13,7 @@ from octavo.core.model_config import ModelConfig
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.models.config_reader import ConfigReader
 from octavo.models.heads import with_head
+from octavo.models.pooling_files import read_pooler
 from octavo.models.quantization import read_quantization
 from octavo.models.registry import architecture_of_type, find_base, network_class, supported_architectures, unsupported
 
@@ -43,6 +44,7 @@ def read_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) 
     config = network_class(architecture).read_config(base or architecture, reader)
     if base != architecture or config.is_encoder:
         config = with_head(config, architecture, reader)
+    config = replace(config, pooler=read_pooler(folder, config, reader))
     return replace(config, quantization=read_quantization(_quantization_fields(raw, folder)))
 
 

@@ -23,6 +23,7 @@ from octavo.layers.layer import Layer
 from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.layers.rope import RotaryTable
 from octavo.layers.vocabulary import ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
+from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
 from octavo.models.network import Network, ResidualReader
 
 
@@ -39,6 +40,11 @@ class DecoderLayer(Layer, ABC):
 class Decoder(Network):
     """One rank's share of a decoder and its language-model head."""
 
+    head_map: tuple[CheckpointEntry, ...] = (
+        Drop(r"^lm_head\."),
+        Rename(r"^(score|classifier)\.", "score.out."),
+        Rename(r"^(embed_tokens|layers|norm)\.", r"model.\1."),
+    )
     #: A learned table of positions, which is added to the embedding.
     embed_positions: PositionEmbedding | None = None
 

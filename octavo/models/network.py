@@ -14,7 +14,7 @@ from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.layers.context import LayerContext
 from octavo.layers.layer import Layer
-from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
+from octavo.models.checkpoint import CheckpointEntry
 from octavo.models.config_reader import ConfigReader
 
 
@@ -38,11 +38,7 @@ class Network(Layer, ABC):
     checkpoint_map: tuple[CheckpointEntry, ...] = ()
 
     #: Comes before it, of architectures without a language-model head: their tensors may lack the prefix ``model.``.
-    head_map: tuple[CheckpointEntry, ...] = (
-        Drop(r"^lm_head\."),
-        Rename(r"^score\.", "score.out."),
-        Rename(r"^(embed_tokens|layers|norm)\.", r"model.\1."),
-    )
+    head_map: tuple[CheckpointEntry, ...] = ()
 
     #: The KV entries of each layer of this stage, on this rank.
     kv_specs: list[KVSpec]

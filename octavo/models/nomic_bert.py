@@ -40,8 +40,8 @@ class NomicBertModel(Encoder):
     """An encoder with norms after what is added, without biases but in the norms."""
 
     checkpoint_map = (
-        Rename(r"^emb_ln\.", "embeddings.LayerNorm."),
-        Rename(r"^(nomic_bert\.|encoder\.)?layers\.", "model.layers."),
+        Rename(r"^(nomic_bert\.)?emb_ln\.", "embeddings.LayerNorm."),
+        Rename(r"^(nomic_bert\.)?(encoder\.)?layers\.", "model.layers."),
         Rename(r"\.attn\.out_proj\.", ".self_attn.o_proj."),
         Rename(r"\.attn\.Wqkv\.", ".self_attn.Wqkv."),
         Split("Wqkv", ("q_proj", "k_proj", "v_proj")),

@@ -105,7 +105,7 @@ class OPTForCausalLM(GPTDecoder):
         """Projected to the width of the embedding."""
         if self.project_out is not None:
             hidden = self.project_out(hidden[:, self.project_out.columns])
-        return self.head(hidden)
+        return super().logits(hidden)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:

@@ -209,8 +209,8 @@ WORKING = [
 REFUSED = [
     ("load(code_revision='main')", "code_revision must be None, not 'main': no code of a checkpoint is run"),
     ("load(decode_context_parallel_size=2)", "decode_context_parallel_size must be 1, not 2"),
-    ("load(task='embed')", "task must be .*'generate'.*, not 'embed'"),
-    ("load(runner='pooling')", "runner must be .*not 'pooling'"),
+    ("load(task='classify')", "task 'classify' is nothing that LlamaForCausalLM does"),
+    ("load(runner='draft')", "runner must be .*not 'draft'"),
     ("load(speculative_config={'method': 'medusa'})", "speculative_config: method 'medusa'.*ngram, suffix"),
     ("load(speculative_model='m')", "speculative_model must be None.*speculative_config"),
     ("load(cpu_offload_gb=4)", "cpu_offload_gb must be 0, not 4"),
@@ -250,7 +250,9 @@ REFUSED = [
     ("llm.get_tokenizer()('x', return_tensors='pt')", "padding must be False and return_tensors None"),
     ("llm.generate('x', SamplingParams(logprobs=-1))", r"logprobs must be in \[0, 100\], not \d+: .*max_logprobs"),
     ("SamplingParams(logprobs=-2)", "logprobs must be at least -1"),
-    *[(f"llm.{name}('x')", f"{name}.*generates text") for name in ("encode", "embed", "classify", "score", "reward")],
+    ("llm.classify('x')", "cannot classify; it can: generate text, embed"),
+    ("llm.score('x', 'y')", "cannot score pairs; it can: generate text, embed"),
+    ("llm.reward('x')", "cannot classify tokens; it can: generate text, embed"),
 ]
 
 
