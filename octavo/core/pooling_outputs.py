@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from octavo.core.outputs import RequestMetrics
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(slots=True)

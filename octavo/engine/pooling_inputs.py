@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.errors import InvalidRequestError
@@ -21,6 +20,9 @@ from octavo.engine.input_processor import InputProcessor, sent
 from octavo.engine.judge import Judge
 from octavo.engine.model_files import ModelFiles
 from octavo.engine.pooling_state import NO_SAMPLING, PoolingState
+
+if TYPE_CHECKING:
+    import numpy as np
 
 #: Keys of a prompt's dictionary beside ``PROMPT_KEYS``: the segment of each token; positions before this one are not
 #: pooled.
@@ -258,6 +260,8 @@ def _second_text(types: Any, token_ids: Sequence[int]) -> int:
 
 def similarity(kind: str, first: np.ndarray, second: np.ndarray) -> float:
     """How alike two vectors float32 [D] are, as their model compares them; the more, the greater."""
+    import numpy as np  # a server that generates does without
+
     a, b = first.astype(np.float64), second.astype(np.float64)
     if kind == "euclidean":
         return -float(np.sqrt(np.sum((a - b) ** 2)))

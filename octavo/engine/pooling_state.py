@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from octavo.core.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from octavo.core.request import Pool
 from octavo.core.sampling_params import SamplingParams
@@ -13,7 +11,6 @@ from octavo.engine.output_processor import RequestState
 
 #: A request for a vector samples nothing.
 NO_SAMPLING = SamplingParams(max_tokens=0, seed=0, detokenize=False)
-_NOTHING = np.zeros(0, np.float32)
 
 
 @dataclass(slots=True, eq=False)
@@ -22,11 +19,13 @@ class PoolingState(RequestState):
 
     def _take_new(self) -> PoolingRequestOutput:
         """The output."""
+        import numpy as np  # a server that generates does without
+
         end = self.completions[0].output
         error = end.error
         if error is None and self.pooled is None:
             error = f"the request has ended without a result ({end.finish_reason})"
-        data = _NOTHING if self.pooled is None or error is not None else np.frombuffer(self.pooled, np.float32)
+        data = np.frombuffer(self.pooled or b"" if error is None else b"", np.float32)
         task = self.group.task
         assert isinstance(task, Pool)
         if task.is_by_token and len(data):
