@@ -148,6 +148,7 @@ class PoolingCalls(ABC):
             InvalidRequestError: the numbers of texts differ, a text cannot be served, or the model cannot score.
         """
         check_request_keywords("score", keywords)
+        single = isinstance(data_1, str) and isinstance(data_2, str)
         first = [data_1] if isinstance(data_1, str) else list(data_1)
         second = [data_2] if isinstance(data_2, str) else list(data_2)
         if len(first) == 1:
@@ -160,7 +161,7 @@ class PoolingCalls(ABC):
         prompts: Rendered = [(prompt, None) for pair in pairs for prompt in pair]
         options = options_for_each("score", keywords, len(prompts))
         outputs = iter(self._run(prompts, [params] * len(prompts), use_tqdm, options, single=False))
-        return [self._scored([next(outputs) for _ in pair], single=len(pairs) == 1) for pair in pairs]
+        return [self._scored([next(outputs) for _ in pair], single) for pair in pairs]
 
     def _scored(self, outputs: list[PoolingRequestOutput], single: bool) -> PoolingRequestOutput:
         """The output of a pair, made of those of its prompts."""

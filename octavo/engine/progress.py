@@ -17,8 +17,8 @@ Bar = bool | Callable[..., Any]
 class Progress:
     """Owns a bar of prompts done, with the tokens a second so far."""
 
-    def __init__(self, bar: Bar, total: int, done: int) -> None:
-        """``total``: prompts; ``done``: those that were refused at once."""
+    def __init__(self, bar: Bar, total: int | None, done: int) -> None:
+        """``total``: prompts, if their number is known; ``done``: those that were refused at once."""
         from tqdm import tqdm
 
         options: dict[str, Any] = {"total": total, "initial": done, "desc": "Prompts", "dynamic_ncols": True}

@@ -1,0 +1,260 @@
+"""``octavo embed``: vectors of texts, of a file of any size."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.cli.engine_flags import (
+    add_engine_flags,
+    add_verbose_flag,
+    apply_verbosity,
+    read_engine_config,
+    take_model,
+)
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream
+from octavo.cli.text_rows import TextRow, TextSource
+from octavo.cli.vector_files import check_output, open_output
+from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
+from octavo.core.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from octavo.core.pooling_params import PoolingParams
+
+if TYPE_CHECKING:
+    from octavo.engine.llm_engine import LLMEngine
+    from octavo.engine.model_files import ModelFiles
+
+#: Most texts, and most characters of them, that are in the engine or wait for their turn to be written.
+WINDOW_TEXTS = 1024
+WINDOW_CHARACTERS = 1 << 22
+#: Errors that are printed; an output of lines or of Parquet has all of them.
+_SHOWN_ERRORS = 20
+
+EXAMPLE = """\
+examples:
+  octavo embed all-minilm-l6-v2 "a sentence" "another one"
+  octavo embed all-minilm-l6-v2 --input texts.jsonl --output vectors.npy
+  octavo embed all-minilm-l6-v2 --input texts.parquet --output vectors.parquet --json -
+  octavo embed all-minilm-l6-v2 --input corpus.jsonl --column passage --truncate max --output vectors.jsonl
+  cat texts.txt | octavo embed all-minilm-l6-v2 --input -
+
+A file has one text a line, or one JSON object a line with "text", "prompt" or "input" (a text or token ids), or is one
+of Parquet with a column of such a name; "id" is kept, other keys are passed over. Without --output the vectors are JSON
+lines on standard output. They are written in the order of the texts, while the file is read: row i of a .npy file is
+text i. A text that cannot be served fails alone (an "error" in its line, NaN in a .npy file), and the exit code is 1.
+"""
+
+
+def make_parser() -> Parser:
+    """The command's parser."""
+    parser = Parser(
+        prog="octavo embed",
+        usage="octavo embed [options] [MODEL] [TEXT ...]",
+        description="Writes the vectors of texts. Where --model, OCTAVO_MODEL or a configuration file names the\n"
+        "model, every word is a text.",
+        epilog=EXAMPLE,
+    )
+    parser.add_argument("--input", metavar="FILE", help="take texts from this file, or from standard input (-)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write to this file: .npy, .jsonl or .parquet")
+    parser.add_argument("--column", metavar="NAME", help="key or column of the texts (default: text, prompt or input)")
+    parser.add_argument(
+        "--prompt-name",
+        metavar="NAME",
+        help="put the text that the model's files give this name, such as query, before each",
+    )
+    parser.add_argument(
+        "--dimensions", type=int, metavar="N", help="numbers of a vector, of a model that was trained for fewer"
+    )
+    add_truncate_flag(parser)
+    add_json_flag(parser)
+    add_verbose_flag(parser)
+    add_engine_flags(parser)
+    return parser
+
+
+def add_truncate_flag(parser: Parser) -> None:
+    """Adds ``--truncate``; see ``read_truncate``."""
+    parser.add_argument(
+        "--truncate", metavar="N|max", help="cut texts after N tokens, or after as many as the model takes (max)"
+    )
+
+
+def read_truncate(arguments: Arguments) -> int | None:
+    """``--truncate`` as ``truncate_prompt_tokens``.
+
+    Raises:
+        ConfigError: it is neither a number above 0 nor "max".
+    """
+    given: str | None = arguments.truncate
+    if given is None or given == "max":
+        return None if given is None else -1
+    if not given.isdecimal() or not int(given):
+        raise ConfigError(f"--truncate must be a number of tokens above 0, or max, not {given!r}")
+    return int(given)
+
+
+def run(arguments: Arguments) -> int:
+    """Writes the vectors; returns 1 if a text failed."""
+    apply_verbosity(arguments)
+    config = read_engine_config(arguments, take_model(arguments, more_words=True))
+    source = make_source(arguments.words, arguments.input, arguments.column, "--input")
+    check_output(arguments.output)
+    try:
+        params = PoolingParams(
+            task="embed", dimensions=arguments.dimensions, truncate_prompt_tokens=read_truncate(arguments)
+        )
+    except InvalidRequestError as e:
+        raise ConfigError(str(e)) from None
+    with ExitStack() as stack:
+        json_out = stack.enter_context(json_stream(arguments.json)) if arguments.json is not None else None
+        total, start = source.count(), time.monotonic()
+        from octavo.engine.llm_engine import LLMEngine
+        from octavo.engine.model_files import find_files
+        from octavo.engine.progress import Progress
+
+        files = find_files(config)
+        figures = Figures(dimensions=_check(files, params, arguments.prompt_name))
+        output = open_output(arguments.output, figures.dimensions, stack)
+        engine = LLMEngine(files)
+        figures.load_seconds, start = time.monotonic() - start, time.monotonic()
+        shows_bar = sys.stderr.isatty() and not (arguments.output is None and sys.stdout.isatty())
+        with Progress(shows_bar, total, 0) as progress:
+            for row, result in embed(engine, source, params, arguments.prompt_name):
+                assert isinstance(result.outputs, PoolingOutput)
+                error = result.outputs.error
+                output.write(row, result.outputs.data, error)
+                figures.count(row, len(result.prompt_token_ids), error)
+                progress.add(result)
+        figures.seconds = time.monotonic() - start
+        if json_out is not None:
+            json_out.write(msgspec.json.encode(figures.as_json()).decode() + "\n")
+    print(figures.as_text(), file=sys.stderr)
+    return EXIT_FAILED if figures.failed else 0
+
+
+def make_source(words: list[str], file: str | None, column: str | None, flag: str) -> TextSource:
+    """The texts: words, those of the file that ``flag`` names, or standard input where it is piped and all there is.
+
+    Raises:
+        ConfigError: there are none, or the file cannot be read.
+    """
+    if file is None and not words and not sys.stdin.isatty():
+        file = "-"
+    if file is None and not words:
+        raise ConfigError(f"no text given: name some after the model, or use {flag} FILE or standard input")
+    source = TextSource(words, file, column)
+    source.check()
+    return source
+
+
+def _check(files: ModelFiles, params: PoolingParams, prompt_name: str | None) -> int:
+    """The numbers of a vector; refuses what no text could be served with, before the model is loaded.
+
+    Raises:
+        ConfigError: the model makes no vectors, not of this size, or has no prompt of this name.
+    """
+    from octavo.engine.input_processor import InputProcessor
+    from octavo.engine.pooling_inputs import PoolingInputs
+
+    pooling = PoolingInputs(files, InputProcessor(files))
+    try:
+        pooling.require("embed")
+        pooling.embedding_prompt("text", prompt_name)
+        pooling.process("check", [0], params)
+    except InvalidRequestError as e:
+        raise ConfigError(str(e)) from None
+    return params.dimensions or pooling.vector_size
+
+
+def embed(
+    engine: LLMEngine, rows: Iterable[TextRow], params: PoolingParams, prompt_name: str | None = None
+) -> Iterator[tuple[TextRow, PoolingRequestOutput]]:
+    """The output of each row, in order, each as soon as it and those before it have ended; a bad row fails alone.
+
+    Rows are taken from ``rows`` as others end, so that a bounded number of them is held.
+    """
+    from octavo.engine.prompt_lists import refused
+
+    waiting: deque[TextRow] = deque()
+    outputs: dict[str, Any] = {}
+    characters = 0
+    for row in rows:
+        request_id = str(row.index)
+        waiting.append(row)
+        characters += len(row.text)
+        try:
+            if row.error is not None:
+                raise InvalidRequestError(row.error)
+            prompt = engine.front_end.pooling.embedding_prompt(row.text, prompt_name)
+            engine.add_request(request_id, prompt, params, streaming=False)
+        except InvalidRequestError as e:
+            outputs[request_id] = refused(request_id, row.text, params, e)
+        while len(waiting) >= WINDOW_TEXTS or characters >= WINDOW_CHARACTERS:
+            for done, output in _next(engine, waiting, outputs):
+                characters -= len(done.text)
+                yield done, output
+    while waiting:
+        yield from _next(engine, waiting, outputs)
+
+
+def _next(
+    engine: LLMEngine, waiting: deque[TextRow], outputs: dict[str, Any]
+) -> Iterator[tuple[TextRow, PoolingRequestOutput]]:
+    """Steps until the first row that waits has ended; that and those after it that have ended too."""
+    while (first := str(waiting[0].index)) not in outputs:
+        if not engine.has_unfinished_requests():
+            raise WorkerError(f"the engine has no more work, but request {first} has not ended")
+        for output in engine.step():
+            outputs[output.request_id] = output
+    while waiting and str(waiting[0].index) in outputs:
+        row = waiting.popleft()
+        yield row, outputs.pop(str(row.index))
+
+
+@dataclass
+class Figures:
+    """Sums over all texts. Times in seconds."""
+
+    dimensions: int
+    texts: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    load_seconds: float = 0.0
+    seconds: float = 0.0
+
+    def count(self, row: TextRow, tokens: int, error: str | None) -> None:
+        """Adds a text that has ended; prints its error, if that is among the first."""
+        self.texts += 1
+        if error is None:
+            self.prompt_tokens += tokens
+            return
+        self.failed += 1
+        if self.failed <= _SHOWN_ERRORS:
+            print(f"octavo: error: text {row.index + 1}: {error}", file=sys.stderr)
+        elif self.failed == _SHOWN_ERRORS + 1:
+            print("octavo: error: more texts failed; those that come are counted only", file=sys.stderr)
+
+    def as_json(self) -> dict[str, float]:
+        """The figures by name."""
+        seconds = self.seconds or 1.0
+        return {
+            **asdict(self),
+            "texts_per_second": (self.texts - self.failed) / seconds,
+            "tokens_per_second": self.prompt_tokens / seconds,
+        }
+
+    def as_text(self) -> str:
+        """The figures as a line of text."""
+        speeds, failed = self.as_json(), f", {self.failed} failed" if self.failed else ""
+        return (
+            f"octavo: {self.texts} text{'' if self.texts == 1 else 's'}{failed}, {self.prompt_tokens} tokens in "
+            f"{self.seconds:.2f} s: {speeds['texts_per_second']:.1f} texts/s, "
+            f"{speeds['tokens_per_second']:.0f} tokens/s (loaded in {self.load_seconds:.2f} s)"
+        )
