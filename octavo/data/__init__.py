@@ -1,11 +1,12 @@
-"""Offline generation over data sets with Ray: a stage of Ray Data, and runs over files that go on after a stop.
+"""Texts and vectors of data sets with Ray: stages of Ray Data, and runs over files that go on after a stop.
 
 >>> import ray, octavo.data
 >>> answered = octavo.data.generate(ray.data.read_parquet("prompts/"), model="smollm2-135m")
+>>> embedded = octavo.data.embed(ray.data.read_parquet("texts/"), model="all-minilm-l6-v2")
 >>> octavo.data.run("prompts.jsonl", "answers/", model="smollm2-135m")
 """
 
 from octavo.data.runs import run
-from octavo.data.stage import generate
+from octavo.data.stage import embed, generate
 
-__all__ = ["generate", "run"]
+__all__ = ["embed", "generate", "run"]

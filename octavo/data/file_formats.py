@@ -64,7 +64,7 @@ class JsonLines(Format):
                     line: dict[str, Any] = {columns.output: None, columns.error: row}
                 else:
                     answer = next(answers)
-                    line = {**row, columns.output: answer.text, columns.error: answer.error}
+                    line = {**row, columns.output: answer.output, columns.error: answer.error}
                 failed += line[columns.error] is not None
                 stream.write(msgspec.json.encode(line) + b"\n")
         return failed

@@ -1,20 +1,31 @@
-"""The model that an actor holds: a column of prompts in, texts and errors out."""
+"""The model that an actor holds: a column of prompts in; texts, or vectors, and errors out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import ConfigError
 from octavo.core.outputs import RequestOutput
+from octavo.core.pooling_outputs import EmbeddingOutput
+from octavo.core.pooling_params import PoolingParams
 from octavo.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Params = SamplingParams | BeamSearchParams
+
+@dataclass(frozen=True)
+class Vectors:
+    """Asks for vectors in place of texts; see ``LLM.embed``."""
+
+    pooling_params: PoolingParams
+    prompt_name: str | None = None
+
+
+Params = SamplingParams | BeamSearchParams | Vectors
 
 
 @dataclass(frozen=True)
@@ -44,16 +55,16 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class RowAnswer:
-    """What became of a prompt; several texts if the parameters ask for several completions."""
+    """What became of a prompt: a text, several if the parameters ask for several completions, or a vector."""
 
-    text: str | list[str] | None
+    output: str | list[str] | list[float] | None
     error: str | None = None
 
 
 class Generator:
     """Completes prompts: texts, token ids, or conversations (lists of messages, for the chat template).
 
-    The actor of ``octavo.data.generate``.
+    Or it makes vectors of texts and token ids. The actor of ``octavo.data.generate`` and ``octavo.data.embed``.
     """
 
     def __init__(self, engine_options: Mapping[str, Any], params: Params, columns: Columns) -> None:
@@ -71,16 +82,21 @@ class Generator:
     @property
     def several(self) -> bool:
         """Whether an answer is a list of texts."""
-        return isinstance(self._params, BeamSearchParams) or self._params.n > 1
+        return isinstance(self._params, BeamSearchParams) or (
+            isinstance(self._params, SamplingParams) and self._params.n > 1
+        )
 
     def answer(self, prompts: Sequence[Any]) -> list[RowAnswer]:
         """The answers, in order; a prompt that cannot be served fails alone."""
         prompts = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
-        answers = [
-            RowAnswer(None, f"a prompt must be text, token ids or messages, not {prompt!r}"[:200]) for prompt in prompts
-        ]
+        forms = "text or token ids" if isinstance(self._params, Vectors) else "text, token ids or messages"
+        answers = [RowAnswer(None, f"a prompt must be {forms}, not {prompt!r}"[:200]) for prompt in prompts]
         chats = [i for i, prompt in enumerate(prompts) if _is_chat(prompt)]
         texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, (str, list)) and not _is_chat(prompt)]
+        if isinstance(self._params, Vectors):
+            for i, answer in zip(texts, self._embed([prompts[i] for i in texts], self._params), strict=True):
+                answers[i] = answer
+            return answers
         for indices, complete in ((texts, self._llm.generate), (chats, self._llm.chat)):
             if not indices:
                 continue
@@ -88,6 +104,15 @@ class Generator:
             for i, output in zip(indices, outputs, strict=True):
                 answers[i] = self._make_answer(output)
         return answers
+
+    def _embed(self, prompts: list[Any], vectors: Vectors) -> list[RowAnswer]:
+        if not prompts:
+            return []
+        outputs = self._llm.embed(
+            prompts, pooling_params=vectors.pooling_params, prompt_name=vectors.prompt_name, use_tqdm=False
+        )
+        results = [cast(EmbeddingOutput, output.outputs) for output in outputs]
+        return [RowAnswer(None if each.error else each.embedding, each.error) for each in results]
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """The table with the columns of outputs and errors."""
@@ -97,7 +122,9 @@ class Generator:
         columns.check(table.column_names)
         answers = self.answer(table.column(columns.prompt).to_pylist())
         kind = pa.list_(pa.string()) if self.several else pa.string()
-        table = table.append_column(columns.output, pa.array([answer.text for answer in answers], kind))
+        if isinstance(self._params, Vectors):
+            kind = pa.list_(pa.float32())
+        table = table.append_column(columns.output, pa.array([answer.output for answer in answers], kind))
         return table.append_column(columns.error, pa.array([answer.error for answer in answers], pa.string()))
 
     def _make_answer(self, output: RequestOutput) -> RowAnswer:

@@ -1,4 +1,4 @@
-"""Generation over files in parts: each is written once it is complete, so that a run goes on where it was stopped."""
+"""Texts and vectors of files, in parts: each is written once it is complete, so that a run goes on after a stop."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import ConfigError
+from octavo.core.pooling_params import PoolingParams
 from octavo.core.sampling_params import SamplingParams
 from octavo.data.file_formats import FORMATS, find_files
-from octavo.data.generator import Columns, Generator, Params
+from octavo.data.generator import Columns, Generator, Params, Vectors
 from octavo.data.stage import BATCH_SIZE, default_resources, import_ray, make_engine_config, map_batches
 
 if TYPE_CHECKING:
@@ -57,9 +59,11 @@ def run(
     output_path: str | Path,
     *,
     model: str,
-    sampling_params: Params | None = None,
+    sampling_params: SamplingParams | BeamSearchParams | None = None,
+    pooling_params: PoolingParams | None = None,
+    prompt_name: str | None = None,
     prompt_column: str = "prompt",
-    output_column: str = "generated",
+    output_column: str | None = None,
     concurrency: int | tuple[int, int] = 1,
     batch_size: int = BATCH_SIZE,
     ray_remote_args: Mapping[str, Any] | None = None,
@@ -70,6 +74,8 @@ def run(
     >>> octavo.data.run("prompts.parquet", "answers/", model="smollm2-135m", concurrency=4)
     >>> ray.data.read_parquet("answers/")
 
+    With ``pooling_params`` it writes vectors in place of answers, as ``embed``.
+
     A row is identified by its number in the input, files of a folder taken by name. ``batch_size`` rows of a file are
     a part: a file of the input's format, named by their numbers, that appears in the folder as a whole. After a stop,
     also by kill -9, the same call does the parts that are missing: no row is lost, and none is there twice.
@@ -77,8 +83,9 @@ def run(
     Args:
         input_path: a file, a folder of files, or a list of these; on every machine under the same path.
         output_path: a folder, likewise; it is made if there is none.
-        model, sampling_params, prompt_column, output_column, concurrency, ray_remote_args, engine_options: see
-            ``generate``.
+        model, sampling_params, prompt_column, concurrency, ray_remote_args, engine_options: see ``generate``.
+        pooling_params, prompt_name: see ``embed``.
+        output_column: default: ``generated``, of vectors ``embedding``.
         batch_size: rows of a part, completed at once by an actor. More keep the engine fuller, a stop loses less with
             fewer.
 
@@ -88,7 +95,14 @@ def run(
     """
     ray_data = import_ray()
     config = make_engine_config(model, engine_options)
-    params, columns = sampling_params or SamplingParams(), Columns(prompt_column, output_column)
+    params: Params = sampling_params or SamplingParams()
+    if pooling_params is not None:
+        if sampling_params is not None:
+            raise ConfigError("sampling_params asks for texts, pooling_params for vectors: give one of them")
+        params = Vectors(pooling_params, prompt_name)
+    elif prompt_name is not None:
+        raise ConfigError("prompt_name is put before texts of which vectors are made: give pooling_params with it")
+    columns = Columns(prompt_column, output_column or ("generated" if pooling_params is None else "embedding"))
     paths = [input_path] if isinstance(input_path, (str, Path)) else list(input_path)
     files, suffix = find_files([Path(path).resolve() for path in paths])
     parts = _cut(files, suffix, batch_size)

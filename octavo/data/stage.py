@@ -1,19 +1,17 @@
-"""A stage of Ray Data that completes a column of prompts, in a pool of actors with a model each."""
+"""Stages of Ray Data that complete prompts, or make vectors of texts, in a pool of actors with a model each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octavo.core.config import EngineConfig
 from octavo.core.config_sources import resolve_config
 from octavo.core.errors import ConfigError
+from octavo.core.pooling_params import PoolingParams
 from octavo.core.sampling_params import SamplingParams
-from octavo.data.generator import Columns, Generator, Params
-
-if TYPE_CHECKING:
-    pass
+from octavo.data.generator import Columns, Generator, Params, Vectors
 
 #: Prompts that an actor completes at once. More keep the engine fuller; a stop loses those that are under way.
 BATCH_SIZE = 512
@@ -54,15 +52,56 @@ def generate(
     Raises:
         ConfigError: Ray is not installed, or an option is wrong.
     """
+    params, columns = sampling_params or SamplingParams(), Columns(prompt_column, output_column)
+    return _stage(dataset, model, engine_options, params, columns, batch_size, concurrency, ray_remote_args)
+
+
+def embed(
+    dataset: Any,
+    *,
+    model: str,
+    pooling_params: PoolingParams | None = None,
+    prompt_name: str | None = None,
+    prompt_column: str = "text",
+    output_column: str = "embedding",
+    concurrency: int | tuple[int, int] = 1,
+    batch_size: int = BATCH_SIZE,
+    ray_remote_args: Mapping[str, Any] | None = None,
+    **engine_options: Any,
+) -> Any:
+    """The data set with the columns ``embedding``, lists of float32, and ``embedding_error``; lazy.
+
+    >>> ds = octavo.data.embed(ray.data.read_parquet("texts/"), model="all-minilm-l6-v2")
+
+    Args:
+        dataset: has a column of texts or of token ids.
+        model: as for ``LLM``; a folder must be there on every machine.
+        pooling_params: for all texts.
+        prompt_name: which of the texts that the model's files name is put before each.
+        prompt_column, output_column, concurrency, batch_size, ray_remote_args, engine_options: see ``generate``.
+
+    Raises:
+        ConfigError: Ray is not installed, or an option is wrong.
+    """
+    params, columns = Vectors(pooling_params or PoolingParams(), prompt_name), Columns(prompt_column, output_column)
+    return _stage(dataset, model, engine_options, params, columns, batch_size, concurrency, ray_remote_args)
+
+
+def _stage(
+    dataset: Any,
+    model: str,
+    engine_options: Mapping[str, Any],
+    params: Params,
+    columns: Columns,
+    batch_size: int,
+    concurrency: int | tuple[int, int],
+    ray_remote_args: Mapping[str, Any] | None,
+) -> Any:
     config = make_engine_config(model, engine_options)
     return map_batches(
         dataset,
         Generator,
-        (
-            config.model_dump(exclude_unset=True),
-            sampling_params or SamplingParams(),
-            Columns(prompt_column, output_column),
-        ),
+        (config.model_dump(exclude_unset=True), params, columns),
         batch_size=batch_size,
         concurrency=concurrency,
         ray_remote_args=ray_remote_args or default_resources(config),

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 import octavo.data
-from octavo import LLM, ConfigError, SamplingParams
+from octavo import LLM, ConfigError, PoolingParams, SamplingParams
 from octavo.data.file_formats import JsonLines, find_files
-from octavo.data.generator import Columns, Generator, RowAnswer
+from octavo.data.generator import Columns, Generator, RowAnswer, Vectors
 from tests.busy_machine import PATIENCE, eventually
+from tests.embedding_models import make_encoder
 
 ENGINE: dict[str, Any] = {"device": "cpu", "num_threads": 1, "num_gpu_blocks_override": 400, "max_num_seqs": 8}
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -75,11 +76,43 @@ def test_prompts_are_texts_token_ids_or_conversations_and_others_fail_alone(tiny
     llm = LLM(str(tiny_model), **ENGINE)
     prompts: list[Any] = ["Hello", [5, 6, 7], "there"]
     texts = [output.outputs[0].text for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
-    assert [found[0].text, found[1].text, found[7].text] == texts
-    assert found[2].text == llm.chat(chat, PARAMS, use_tqdm=False)[0].outputs[0].text
-    assert [answer.text for answer in found[3:7]] == [None] * 4
+    assert [found[0].output, found[1].output, found[7].output] == texts
+    assert found[2].output == llm.chat(chat, PARAMS, use_tqdm=False)[0].outputs[0].text
+    assert [answer.output for answer in found[3:7]] == [None] * 4
     assert "not 3" in str(found[3].error) and "not None" in str(found[4].error)
     assert found[5].error and found[6].error
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+def embeddings(model: Path, texts: list[Any], **options: Any) -> list[list[float]]:
+    outputs = LLM(model, num_threads=1).embed(texts, use_tqdm=False, **options)
+    return [output.outputs.embedding for output in outputs]  # type: ignore[union-attr]
+
+
+def test_vectors_are_made_of_texts_and_token_ids_and_others_fail_alone(encoder: Path, tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    vectors = Vectors(PoolingParams(dimensions=8), "query")
+    generator = Generator({"model": str(encoder), "num_threads": 1}, vectors, Columns("text", "embedding"))
+    chat = [{"role": "user", "content": "hi"}]
+    found = generator.answer(["a river", chat, None, "x " * 200])
+    expected = embeddings(encoder, ["query: a river"], pooling_params=PoolingParams(dimensions=8))
+    assert found[0] == RowAnswer(expected[0])
+    assert [answer.output for answer in found[1:]] == [None] * 3
+    assert "text or token ids" in str(found[1].error) and "not None" in str(found[2].error)
+    assert "at most 64" in str(found[3].error)
+    assert generator.answer([None])[0].output is None
+    generator = Generator({"model": str(encoder), "num_threads": 1}, Vectors(PoolingParams()), generator.columns)
+    table = generator(pa.table({"text": ["a river", None]}))
+    assert table.schema.field("embedding").type == pa.list_(pa.float32())
+    assert table.column("embedding").to_pylist() == [*embeddings(encoder, ["a river"]), None]
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "a river", "id": 1}\n{"text": [5, 6]}\n')
+    assert JsonLines().answer(path, 0, 2, generator, tmp_path / "part") == 0
+    assert [row["embedding"] for row in json_lines(tmp_path / "part")] == embeddings(encoder, ["a river", [5, 6]])
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -87,6 +120,8 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "ray.data", None)
     with pytest.raises(ConfigError, match=r"pip install 'ray\[data\]"):
         octavo.data.generate(None, model="smollm2-135m")
+    with pytest.raises(ConfigError, match=r"pip install 'ray\[data\]"):
+        octavo.data.embed(None, model="smollm2-135m")
     with pytest.raises(ConfigError, match=r"pip install 'ray\[data\]"):
         octavo.data.run(tmp_path, tmp_path / "out", model="smollm2-135m")
 
@@ -143,6 +178,29 @@ def test_a_stage_of_ray_data_adds_the_completions(cluster: str, tiny_model: Path
     assert [row["answer"] for row in found] == [*texts, None]
     assert [row["answer_error"] for row in found[:-1]] == [None] * 60
     assert "1000" in found[-1]["answer_error"]
+
+
+@pytest.mark.slow
+def test_vectors_are_added_by_a_stage_and_by_a_run(cluster: str, encoder: Path, tmp_path: Path) -> None:
+    import ray.data
+
+    texts = [f"text {i}" for i in range(20)]
+    dataset = ray.data.from_items([{"id": i, "text": text} for i, text in enumerate(texts)], override_num_blocks=3)
+    embedded = octavo.data.embed(dataset, model=str(encoder), concurrency=2, batch_size=8, num_threads=1)
+    found = sorted(embedded.take_all(), key=lambda row: row["id"])
+    expected = embeddings(encoder, texts)
+    assert [list(row["embedding"]) for row in found] == expected
+    source, out = tmp_path / "in.jsonl", tmp_path / "out"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, 3]))
+    options: dict[str, Any] = {"model": str(encoder), "prompt_column": "text", "batch_size": 8, "num_threads": 1}
+    counts = octavo.data.run(source, out, pooling_params=PoolingParams(), **options)
+    assert (counts.rows, counts.failed) == (21, 1)
+    rows = [row for file in sorted(out.glob("part-*")) for row in json_lines(file)]
+    assert [row["embedding"] for row in rows] == [*expected, None]
+    with pytest.raises(ConfigError, match="give one of them"):
+        octavo.data.run(source, out, pooling_params=PoolingParams(), sampling_params=PARAMS, **options)
+    with pytest.raises(ConfigError, match="give pooling_params"):
+        octavo.data.run(source, out, prompt_name="query", **options)
 
 
 @pytest.mark.slow
