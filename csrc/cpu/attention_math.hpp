@@ -16,25 +16,6 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// 2^x for x <= 0: 1 for 0, 0 below -126.5, NaN of NaN. The polynomial of 2^r, |r| <= 1/2, has the least greatest error of
-// its degree, 1e-7.
-OCTAVO_INLINE F32 exp2_not_above_zero(F32 x) {
-  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits; and the bias of exponents, which it then has too.
-  const F32 magic = splat(12582912.0f + 127.0f);
-  const F32 bounded = max(splat(-127.0f), x);
-  const F32 shifted = bounded + magic;
-  const F32 r = bounded - (shifted - magic);
-  F32 p = splat(1.32647269e-03f);
-  p = fma(p, r, splat(9.67151266e-03f));
-  p = fma(p, r, splat(5.55073374e-02f));
-  p = fma(p, r, splat(2.40222421e-01f));
-  p = fma(p, r, splat(6.93146978e-01f));
-  p = fma(p, r, splat(1.0f));
-  return p * (F32)((U32)shifted << 23);  // for -127 the scale is 0
-}
-
-OCTAVO_INLINE float exp2_not_above_zero(float x) { return exp2_not_above_zero(splat(x))[0]; }
-
 // Positions begin .. end - 1.
 struct Range {
   int64_t begin, end;

@@ -32,6 +32,10 @@ Place value_place(const CacheShape& shape, int64_t offset) {
 template <typename T, typename C>
 void put_floats(const T* x, int64_t head_dim, const Place& place, C* tile) {
   C* target = tile + place.first;
+  if (std::is_same_v<T, C> && place.pair_step == 2) {
+    std::memcpy(target, x, sizeof(T) * static_cast<size_t>(head_dim));
+    return;
+  }
   for (int64_t d = 0; d < head_dim; d += 2, target += place.pair_step) {
     store_one(target, load_one(x + d));
     store_one(target + place.half_step, load_one(x + d + 1));
@@ -41,6 +45,10 @@ void put_floats(const T* x, int64_t head_dim, const Place& place, C* tile) {
 // As it is: conversion of a bfloat16 to itself.
 void put_floats(const uint16_t* x, int64_t head_dim, const Place& place, uint16_t* tile) {
   uint16_t* target = tile + place.first;
+  if (place.half_step == 1) {
+    for (int64_t d = 0; d < head_dim; d += 2, target += place.pair_step) std::memcpy(target, x + d, 4);
+    return;
+  }
   for (int64_t d = 0; d < head_dim; d += 2, target += place.pair_step) {
     target[0] = x[d];
     target[place.half_step] = x[d + 1];
@@ -93,19 +101,26 @@ void write_cache(const CacheWrite& a, const Step& step, int64_t begin, int64_t e
   const int64_t tile_bytes = shape.tile_bytes();
   with_type(a.dtype, [&](auto type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    for (int64_t row = begin; row < end; ++row) {
+    // Neighbours of a block go together, head by head: their elements share lines of the cache.
+    for (int64_t row = begin, count; row < end; row += count) {
+      count = 1;
       if (step.slots[row] < 0) continue;
-      const int64_t block = step.slots[row] / shape.block_size, offset = step.slots[row] % shape.block_size;
+      const int64_t block = step.slots[row] / shape.block_size, first = block * shape.block_size;
+      const auto is_neighbour = [&](int64_t slot) { return slot >= first && slot < first + shape.block_size; };
+      while (count < kPanel && row + count < end && is_neighbour(step.slots[row + count])) ++count;
       const T *k = static_cast<const T*>(a.k) + row * a.k_stride, *v = static_cast<const T*>(a.v) + row * a.v_stride;
-      if (shape.latent) {
-        put_latent(k, v, shape, offset, a.key_cache + block * tile_bytes);
-        continue;
-      }
-      const Place key = key_place(shape, offset), value = value_place(shape, offset);
       for (int64_t head = 0; head < shape.kv_heads; ++head) {
         const int64_t tile = (block * shape.kv_heads + head) * tile_bytes, column = head * shape.head_dim;
-        put_head(k + column, shape, key, offset, a.key_cache + tile);
-        put_head(v + column, shape, value, offset, a.value_cache + tile);
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t offset = step.slots[row + i] - first;
+          const T *key = k + i * a.k_stride + column, *value = v + i * a.v_stride + column;
+          if (shape.latent) {
+            put_latent(key, value, shape, offset, a.key_cache + tile);
+            continue;
+          }
+          put_head(key, shape, key_place(shape, offset), offset, a.key_cache + tile);
+          put_head(value, shape, value_place(shape, offset), offset, a.value_cache + tile);
+        }
       }
     }
   });

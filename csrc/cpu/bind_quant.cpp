@@ -22,8 +22,10 @@ namespace octavo {
 
 namespace {
 
-// Rows that are quantised and multiplied at a time: their codes stay in the second-level cache while the panels pass.
-constexpr int64_t kRowsAtOnce = 64;
+// Rows that are quantised and multiplied at a time: as many as have so many codes, which stay in the second-level cache
+// while the panels pass, but no fewer than this.
+constexpr int64_t kRowsAtOnce = 64, kMostRowsAtOnce = 512;
+constexpr int64_t kCodesAtOnce = 192 * 1024;
 // Work of quantising one value, in the units of for_row_ranges.
 constexpr int64_t kWorkOfValue = 2;
 
@@ -101,8 +103,10 @@ class LinearQuant : public Op {
 
   void run(const Step& step) override {
     thread_local RowBuffer buffer;
-    for (int64_t first = 0; first < step.tokens; first += kRowsAtOnce) {
-      const int64_t rows = step.tokens - first < kRowsAtOnce ? step.tokens - first : kRowsAtOnce;
+    const int64_t fitting = kCodesAtOnce / parts_[0]->k / kRowsAtOnce * kRowsAtOnce;
+    const int64_t at_once = gated_ ? kRowsAtOnce : std::clamp(fitting, kRowsAtOnce, kMostRowsAtOnce);
+    for (int64_t first = 0; first < step.tokens; first += at_once) {
+      const int64_t rows = std::min(step.tokens - first, at_once);
       run_rows(first, buffer.take(rows, parts_[0]->groups, any_part_wants(false), any_part_wants(true)));
     }
   }
@@ -151,24 +155,25 @@ class LinearQuant : public Op {
   // Those of panels [panel, end) that are of the first one's part; returns where they end.
   int64_t run_task(int64_t panel, int64_t end, int64_t first, const QuantRows& quantized) const {
     const size_t part = part_of(panel);
-    const QuantOutput out = at_row(outputs_[part], first);
+    QuantOutput out = at_row(outputs_[part], first);
     const int64_t own = panel - first_panel_[part], own_end = std::min(end - first_panel_[part], parts_[part]->panels);
-    if (activation_ == Activation::none)
+    if (gated_) {
+      run_gated(own, own_end, first, quantized, out);
+    } else {
+      out.activation = activation_;
       isa().quant->panels(*parts_[part], own, own_end, quantized, out);
-    else
-      run_activated(part, own, own_end, first, quantized, out);
+    }
     return first_panel_[part] + own_end;
   }
 
-  void run_activated(size_t part, int64_t begin, int64_t end, int64_t first, const QuantRows& quantized,
-                     const QuantOutput& out) const {
+  void run_gated(int64_t begin, int64_t end, int64_t first, const QuantRows& quantized, const QuantOutput& out) const {
     alignas(64) float sums[kRowsAtOnce * kSumsStride];
-    const int64_t width = std::min<int64_t>((end - begin) * kPanel, parts_[part]->n - begin * kPanel);
-    multiply(part, begin, end, first, quantized, sums);
-    if (gated_) multiply(1, begin, end, first, quantized, sums + width);
+    const int64_t width = std::min<int64_t>((end - begin) * kPanel, parts_[0]->n - begin * kPanel);
+    multiply(0, begin, end, first, quantized, sums);
+    multiply(1, begin, end, first, quantized, sums + width);
     isa().pointwise->activate({sums, kSumsStride, Dtype::f32,
                                static_cast<char*>(out.data) + begin * kPanel * size_of(out.dtype), out.stride, out.dtype,
-                               width, activation_, gated_},
+                               width, activation_, true},
                               Step{}, 0, quantized.count);
   }
 

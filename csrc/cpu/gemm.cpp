@@ -113,9 +113,43 @@ void add_rows(const Product& p, int64_t row, int rows, int64_t group, float* sum
   }
 }
 
-// Sums [rows][groups * 16] of the columns from `group` on; adds the bias to them first.
+// Sums [rows][columns] of whole groups of a product without a gate, in one pass.
+template <typename T>
+void finish_whole(const Product& p, int64_t row, int rows, int64_t column, int64_t columns, const float* sums) {
+  const float* bias = p.weights.bias == nullptr ? nullptr : p.weights.bias + column;
+  with_activation(p.activation, [&](auto f) {
+    for (int r = 0; r < rows; ++r, sums += columns) {
+      T* out = static_cast<T*>(p.out) + (row + r) * p.out_stride + column;
+      const float* add = p.add == nullptr ? nullptr : p.add + (row + r) * p.add_stride + column;
+      for (int64_t c = 0; c < columns; c += kLanes) {
+        F32 sum = load(sums + c);
+        if (bias != nullptr) sum += load(bias + c);
+        if (add != nullptr) sum += load(add + c);
+        store_result(out + c, f(sum));
+      }
+    }
+  });
+}
+
+// What finish_whole reads and writes of a tile, into the cache.
+void fetch_results(const Product& p, int64_t row, int rows, int64_t column, int64_t columns) {
+  const int64_t size = p.out_dtype == Dtype::bf16 ? 2 : 4;
+  for (int64_t r = row; r < row + rows; ++r) {
+    fetch_to_write(static_cast<const char*>(p.out) + (r * p.out_stride + column) * size, columns * size);
+    if (p.add != nullptr && p.add != p.out) fetch_to_write(p.add + r * p.add_stride + column, columns * 4);
+  }
+}
+
+// Sums [rows][groups * 16] of the columns from `group` on, to which bias and `add` come first.
 void finish(const Product& p, int64_t row, int rows, int64_t group, int groups, float* sums) {
   const int64_t stride = groups * kGroup;
+  if (!p.gated && group * kGroup + stride <= p.weights.n) {
+    if (p.out_dtype == Dtype::bf16)
+      finish_whole<uint16_t>(p, row, rows, group * kGroup, stride, sums);
+    else
+      finish_whole<float>(p, row, rows, group * kGroup, stride, sums);
+    return;
+  }
   if (p.weights.bias != nullptr) {
     const float* bias = p.weights.bias + group * kGroup;
     for (int r = 0; r < rows; ++r)
@@ -182,6 +216,7 @@ static void multiply_strip(const Product& p, int64_t group, int groups, int64_t 
   for (int64_t t = 0; t < tiling.tiles; ++t, ahead += ahead_part) {
     const Tile tile{weights, group_bytes, piece_k, p.weights.pieces, p.x + row * p.x_stride, p.x_stride, ahead,
                     ahead_step, apart};
+    if (many && !p.gated) fetch_results(p, row, tiling.rows(t), group * kGroup, groups * kGroup);
     (t < tiling.larger ? larger : smaller)(tile, sums);
     (apart ? store_pieces : finish)(p, row, tiling.rows(t), group, groups, sums);
     row += tiling.rows(t);

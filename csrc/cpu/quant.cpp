@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "activations.hpp"
 #include "quant_dot.hpp"
 #include "quant_encode.hpp"
 #include "quant_rows.hpp"
@@ -123,36 +124,49 @@ void multiply_rows(const uint8_t* panel, int64_t panel_bytes, const QuantRows& r
   }
 }
 
-template <typename T>
-OCTAVO_INLINE void store_row(const float* sums, const float* bias, const float* add, int columns, T* out) {
-  if (columns == kPanel) {
-    for (int c = 0; c < kPanel; c += kLanes) {
-      F32 sum = load(sums + c);
-      if (bias != nullptr) sum += load(bias + c);
-      store(out + c, add == nullptr ? sum : sum + load(add + c));
-    }
-  } else {
-    for (int c = 0; c < columns; ++c) {
-      const float sum = bias == nullptr ? sums[c] : sums[c] + bias[c];
-      store_one(out + c, add == nullptr ? sum : sum + add[c]);
-    }
+// A row of a panel that has fewer columns: lanes past the matrix are computed as the others, from zeros.
+template <typename T, typename F>
+void store_part(const float* sums, const float* bias, const float* add, int columns, T* out, const F& f) {
+  for (int c = 0; c < columns; c += kLanes) {
+    const int lanes = columns - c < kLanes ? columns - c : kLanes;
+    F32 sum = load(sums + c);
+    if (bias != nullptr) sum += load(bias + c, lanes);
+    if (add != nullptr) sum += load(add + c, lanes);
+    store(out + c, f(sum), lanes);
   }
 }
 
-// One panel's results of a tile of rows.
-void store_tile(const PackedQuant& weight, int64_t panel, const QuantRows& rows, int64_t row, const QuantOutput& out,
-                const float (*sums)[kPanel]) {
+// The results of a tile of rows: bias, add, activation.
+template <typename T, int Panels>
+void store_tile(const PackedQuant& weight, int64_t panel, int rows, int64_t row, const QuantOutput& out,
+                const float (*sums)[kQuantTile][kPanel]) {
   const int64_t first = panel * kPanel;
-  const int columns = static_cast<int>(weight.n - first < kPanel ? weight.n - first : kPanel);
   const float* bias = out.bias == nullptr ? nullptr : out.bias + first;
-  for (int r = 0; r < rows.rows_of_tile(row); ++r) {
-    const int64_t at = (row + r) * out.stride + first;
-    const float* add = out.add == nullptr ? nullptr : out.add + (row + r) * out.add_stride + first;
-    if (out.dtype == Dtype::f32) {
-      store_row(sums[r], bias, add, columns, static_cast<float*>(out.data) + at);
-    } else {
-      store_row(sums[r], bias, add, columns, static_cast<uint16_t*>(out.data) + at);
+  const int whole = weight.n - first >= Panels * kPanel ? Panels : Panels - 1;  // a matrix' last panel may have less
+  with_activation(out.activation, [&](auto f) {
+    for (int r = 0; r < rows; ++r) {
+      T* to = static_cast<T*>(out.data) + (row + r) * out.stride + first;
+      const float* add = out.add == nullptr ? nullptr : out.add + (row + r) * out.add_stride + first;
+      for (int c = 0; c < whole * kPanel; c += kLanes) {
+        F32 sum = load(sums[c / kPanel][r] + c % kPanel);
+        if (bias != nullptr) sum += load(bias + c);
+        if (add != nullptr) sum += load(add + c);
+        store_result(to + c, f(sum));
+      }
+      if (whole == Panels) continue;
+      constexpr int64_t at = (Panels - 1) * kPanel;
+      store_part(sums[Panels - 1][r], bias == nullptr ? nullptr : bias + at, add == nullptr ? nullptr : add + at,
+                 static_cast<int>(weight.n - first - at), to + at, f);
     }
+  });
+}
+
+// What store_tile reads and writes, into the cache.
+void fetch_results(int64_t column, int64_t columns, int rows, int64_t row, const QuantOutput& out) {
+  const int64_t size = out.dtype == Dtype::f32 ? 4 : 2;
+  for (int64_t r = row; r < row + rows; ++r) {
+    fetch_to_write(static_cast<const char*>(out.data) + (r * out.stride + column) * size, columns * size);
+    if (out.add != nullptr && out.add != out.data) fetch_to_write(out.add + r * out.add_stride + column, columns * 4);
   }
 }
 
@@ -163,8 +177,13 @@ void run_panels(const PackedQuant& weight, int64_t panel, const QuantRows& rows,
   Ahead ahead{weight.panel(panel + Panels), tiles == 1 ? 0 : Panels * layout_of(Format).group_bytes() / tiles};
   for (int64_t row = 0; row < rows.count; row += kQuantTile, ahead.from += rows.num_groups * ahead.step) {
     float sums[Panels][kQuantTile][kPanel];
+    const int count = rows.rows_of_tile(row);
+    if (Panels > 1) fetch_results(panel * kPanel, Panels * kPanel, count, row, out);
     multiply_rows<Format, Panels>(weight.panel(panel), weight.panel_bytes, rows, row, ahead, sums);
-    for (int p = 0; p < Panels; ++p) store_tile(weight, panel + p, rows, row, out, sums[p]);
+    if (out.dtype == Dtype::f32)
+      store_tile<float, Panels>(weight, panel, count, row, out, sums);
+    else
+      store_tile<uint16_t, Panels>(weight, panel, count, row, out, sums);
   }
 }
 

@@ -120,6 +120,7 @@ struct QuantOutput {
   const float* bias;  // of the matrix's own columns, or null
   const float* add;   // to each row, or null; may be the memory of data
   int64_t add_stride;
+  Activation activation = Activation::none;
 };
 
 struct QuantTable {

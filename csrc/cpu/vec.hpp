@@ -226,6 +226,25 @@ OCTAVO_INLINE void add_pair_products(F32& sum, U32 x, U32 y) {
 OCTAVO_INLINE U16 narrow_bf16(F32 x) { return (U16)_mm512_maskz_cvtneps_pbh(0xffff, (__m512)x); }
 #endif
 
+// As store, of a result of arithmetic, which is never subnormal: operations run with those flushed to zero.
+OCTAVO_INLINE void store_result(float* p, F32 x) { store(p, x); }
+OCTAVO_INLINE void store_result(uint16_t* p, F32 x) {
+#if defined(OCTAVO_ISA_avx512_bf16)
+  const U16 narrow = narrow_bf16(x);
+  std::memcpy(p, &narrow, sizeof narrow);
+#else
+  store(p, x);
+#endif
+}
+
+OCTAVO_INLINE F32 magnitude(F32 x) { return (F32)((U32)x & 0x7fffffffu); }
+
+// Fetches the lines of bytes [p, p + bytes), at least one, to be written.
+OCTAVO_INLINE void fetch_to_write(const void* p, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(p) + at, 1);
+  __builtin_prefetch(static_cast<const char*>(p) + bytes - 1, 1);
+}
+
 // An element in all lanes, always loaded: keeping it would use registers that the sums of a tile need.
 OCTAVO_INLINE F32 splat_anew(const float* p) {
 #if (defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)) && !defined(OCTAVO_EMULATED)
@@ -296,5 +315,23 @@ OCTAVO_INLINE F32 exp(F32 x) {
   const F32 scaled = p * half_scale * 2.0f;
   return x < -86.5f ? F32{} : scaled;
 }
+
+// 2^x for x <= 0: 1 for 0, 0 below -126.5, NaN of NaN. The polynomial of 2^r, |r| <= 1/2, has the least greatest error of
+// its degree, 1e-7.
+OCTAVO_INLINE F32 exp2_not_above_zero(F32 x) {
+  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits; and the bias of exponents, which it then has too.
+  const F32 magic = splat(12582912.0f + 127.0f);
+  const F32 bounded = max(splat(-127.0f), x);
+  const F32 shifted = bounded + magic;
+  const F32 r = bounded - (shifted - magic);
+  F32 p = splat(1.32647269e-03f);
+  p = fma(p, r, splat(9.67151266e-03f));
+  p = fma(p, r, splat(5.55073374e-02f));
+  p = fma(p, r, splat(2.40222421e-01f));
+  p = fma(p, r, splat(6.93146978e-01f));
+  p = fma(p, r, splat(1.0f));
+  return p * (F32)((U32)shifted << 23);  // for -127 the scale is 0
+}
+OCTAVO_INLINE float exp2_not_above_zero(float x) { return exp2_not_above_zero(splat(x))[0]; }
 
 }  // namespace octavo::OCTAVO_ISA

@@ -143,9 +143,22 @@ def test_activations(name: str, gated: bool, tokens: int, width: int, dtype: tor
     activation = getattr(_cpu.Activation, name)
     run(_cpu.activate(x.data_ptr(), x.stride(0), out.data_ptr(), width, DTYPES[dtype], activation, gated), tokens)
     gate = x[:, :width].double()
-    expected = ACTIVATIONS[name](gate) * (x[:, width : 2 * width].double() if gated else 1)
+    up = x[:, width : 2 * width].double() if gated else torch.ones(())
+    expected = ACTIVATIONS[name](gate) * up
     # The exponent of e^-u carries the rounding of u, and where it overflows little is left of the result.
-    assert_near(out, expected, expected.abs() * (1 + (2 * gate * gate if name != "silu" else gate.abs())) + 1e-30)
+    size = expected.abs() * (1 + (2 * gate * gate if name != "silu" else gate.abs())) + 1e-30
+    assert_near(out, expected, size + (1e-8 / TOLERANCE[dtype] * up.abs() if name == "gelu" else 0))
+
+
+def test_gelu_is_that_of_float64() -> None:
+    x = torch.cat([torch.linspace(-14, 14, 200_001), -torch.logspace(-20, 1, 1000), torch.logspace(-20, 1, 1000)])
+    out = torch.empty_like(x)
+    run(_cpu.activate(x.data_ptr(), 0, out.data_ptr(), len(x), _cpu.Dtype.f32, _cpu.Activation.gelu), 1)
+    expected = gelu(x.double())
+    error = (out.double() - expected).abs()
+    assert float((error / expected.abs().clamp(min=1e-300))[x > -2].nan_to_num().max()) < 5e-7
+    assert float((error / expected.abs())[(x <= -2) & (x > -3)].max()) < 1.5e-6
+    assert float(error[x <= -3].max()) < 1e-8
 
 
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
