@@ -10,8 +10,16 @@ from typing import Any
 from pydantic import BaseModel
 
 from octavo.server.field_marks import Hint, Refused, marks_of
+from octavo.server.llamacpp.llama_embeddings import LlamaEmbeddingRequest
 from octavo.server.llamacpp.llama_protocol import InfillRequest, LlamaCompletionRequest
 from octavo.server.messages.message_protocol import MessagesRequest
+from octavo.server.pooling.pooled_fields import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
 from octavo.server.protocol_admin import TokenizeRequest
 from octavo.server.protocol_base import RequestModel
@@ -40,6 +48,12 @@ ROUTES: dict[str, type[RequestModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/rerank": RerankRequest,
+    "/v1/score": ScoreRequest,
+    "/classify": ClassificationRequest,
+    "/pooling": PoolingRequest,
+    "/embedding": LlamaEmbeddingRequest,
     "/completion": LlamaCompletionRequest,
     "/infill": InfillRequest,
     "/tokenize": TokenizeRequest,

@@ -12,7 +12,7 @@ import msgspec
 from octavo.core.errors import ConfigError
 
 #: Routes that a row may name.
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score")
 
 #: What identifies a row: its ``custom_id``, or the number of its line if it has none.
 Key = str | int

@@ -21,6 +21,7 @@ PREFIX = "server"
 SERVER_FLAGS = (
     "served_model_name",
     "max_sequences_per_request",
+    "max_inputs_per_request",
     "max_prompt_chars",
     "unknown_fields",
     "trust_request_chat_template",

@@ -107,6 +107,9 @@ class ServerOptions(BaseModel):
     max_sequences_per_request: int = Field(
         256, ge=1, description="Most sequences that one request may ask for: prompts times n (or best_of)."
     )
+    max_inputs_per_request: int = Field(
+        2048, ge=1, description="Most inputs of one request for vectors or scores: texts, documents, pairs."
+    )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest request body, in bytes; 413 beyond.")
     max_prompt_chars: int | None = Field(
         None,

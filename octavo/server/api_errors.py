@@ -26,6 +26,7 @@ from octavo.core.errors import (
     OctavoError,
     TokenizerError,
 )
+from octavo.server.deferred_routes import DeferredRoutes
 from octavo.server.logging import request_id
 
 logger = logging.getLogger("octavo.server")
@@ -124,6 +125,7 @@ def handle_errors(app: FastAPI) -> None:
     """Registers handlers that turn every error into a response of this format."""
 
     paths = [path for route in app.routes if (path := getattr(route, "path", None)) is not None]
+    paths += [path for route in app.routes if isinstance(route, DeferredRoutes) for path in route.paths]
 
     async def respond(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:
@@ -136,8 +138,8 @@ def handle_errors(app: FastAPI) -> None:
 
 #: Beginnings of addresses that other servers have -> what this one has instead.
 _ELSEWHERE = {
-    "/v1/embeddings": "this model generates text; it gives no embeddings",
-    "/v1/rerank": "this model generates text; it ranks none",
+    "/embed": "the address for vectors is /v1/embeddings",
+    "/predict": "the address for class scores is /classify",
     "/v1/audio": "this model reads and writes text only",
     "/v1/images": "this model reads and writes text only",
     "/v1/files": "batches of requests run with 'octavo batch FILE'",
@@ -172,6 +174,7 @@ def _param(message: str) -> str | None:
 _OTHER_NAMES = {"extra_args": "vllm_xargs"}
 _PLAIN_NAMES = (
     "n",
+    "dimensions",
     "messages",
     "priority",
     "prompt",

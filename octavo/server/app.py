@@ -20,6 +20,7 @@ from octavo.core.server_options import ServerOptions
 from octavo.server import adapter_routes, admin, completions, operation, tokenization
 from octavo.server.api_errors import handle_errors
 from octavo.server.chat_completions import create_chat_completion
+from octavo.server.deferred_routes import DeferredRoutes, make_deferred
 from octavo.server.docs_page import docs_page
 from octavo.server.large_bodies import BodyRoute
 from octavo.server.llamacpp.llama_routes import add_llama_routes
@@ -66,6 +67,11 @@ _WITH_BODY = {
     415: "The body's Content-Encoding is not known.",
     503: "The engine has died, the server shuts down, or the response took too long.",
 }
+#: Routes for vectors and scores; what serves them takes 0.1 s to import and to register.
+_POOLING_PATHS = (
+    "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify", "/pooling",
+    "/embedding", "/embeddings",
+)  # fmt: skip
 _BUSY = {429: "The queue is full, or the client has taken its share; Retry-After gives the seconds to wait."}
 
 
@@ -85,6 +91,7 @@ def make_routes(options: ServerOptions, metrics: Metrics, api_keys: Sequence[str
         openapi_tags=[
             {"name": "OpenAI"},
             {"name": "Anthropic"},
+            {"name": "Vectors"},
             {"name": "llama.cpp"},
             {"name": "Tokens"},
             {"name": "Server"},
@@ -99,6 +106,7 @@ def make_routes(options: ServerOptions, metrics: Metrics, api_keys: Sequence[str
         _add_openai_routes(app)
         _add_anthropic_routes(app)
         _add_other_routes(app)
+        DeferredRoutes(app, _POOLING_PATHS, partial(_add_pooling_routes, app))
         if options.enable_admin_routes:
             _add_admin_routes(app)
         if options.enable_lora_routes:
@@ -149,6 +157,13 @@ def _add_openai_routes(app: FastAPI) -> None:
     unknown = {404: _WITH_BODY[404]}
     path = "/v1/models/{model:path}"
     _add(app, "GET", path, operation.retrieve_model, Model | AnthropicModel, "OpenAI", errors=unknown)
+
+
+def _add_pooling_routes(app: FastAPI) -> None:
+    from octavo.server.pooling.pooling_routes import add_pooling_routes
+
+    with _without_pydantic_v1():
+        add_pooling_routes(partial(_add, app, is_busy=True))
 
 
 def _add_anthropic_routes(app: FastAPI) -> None:
@@ -215,11 +230,18 @@ def _add(
     tag: str,
     *,
     stream: bool = False,
+    is_busy: bool = False,
+    task: str | None = None,
     errors: dict[int, str] | None = None,
     error: type = Error,
 ) -> None:
-    """Adds a route with the description of its responses."""
-    known = {**_ALWAYS, **(_WITH_BODY if method == "POST" else {}), **(errors or {}), **(_BUSY if stream else {})}
+    """Adds a route with the description of its responses.
+
+    Its requests wait in the queue if it ``is_busy``. A route that can ``stream`` generates; others are for a ``task``
+    of the model, or for none.
+    """
+    is_busy = is_busy or stream
+    known = {**_ALWAYS, **(_WITH_BODY if method == "POST" else {}), **(errors or {}), **(_BUSY if is_busy else {})}
     responses: dict[int | str, dict[str, Any]] = _errors(known, error)
     if stream:
         responses[200] = {"content": {"text/event-stream": {"schema": {}}}}
@@ -232,6 +254,9 @@ def _add(
         tags=[tag],
         responses=responses,
     )
+    route = app.routes[-1]
+    assert isinstance(route, BodyRoute)
+    route.task = "generate" if stream else task
 
 
 def _errors(known: dict[int, str], error: type = Error) -> dict[int | str, dict[str, Any]]:
@@ -243,6 +268,7 @@ def _describe(app: FastAPI, *, with_keys: bool) -> None:
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
+        make_deferred(app)
         page = describe()
         for path in page["paths"].values():
             for route in path.values():

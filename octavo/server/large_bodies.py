@@ -57,6 +57,9 @@ class ReadRequest(Request):
 class BodyRoute(APIRoute):
     """A route whose bodies are read by ``read_body``: large ones beside the event loop."""
 
+    #: What the model must be able to do; None: nothing.
+    task: str | None = None
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See ``APIRoute``."""
         handle = super().get_route_handler()
@@ -70,6 +73,8 @@ class BodyRoute(APIRoute):
             if "json" not in request.headers.get("content-type", ""):
                 return await handle(request)
             service = service_of(request)
+            if self.task is not None:
+                service.require(self.task)
             if len(body) < LARGE:
                 parsed = read_body(kind, body, service)
             else:

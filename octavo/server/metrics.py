@@ -56,6 +56,7 @@ class Metrics:
         self.grammars = GrammarStats()
         self._make_requests()
         self._make_latencies()
+        self._make_pooling()
         self._make_cache()
         self._make_steps()
         self._make_speculation()
@@ -131,6 +132,25 @@ class Metrics:
         )
         self.queue = self._histogram(
             "request_queue_time", "From arrival to the first step that computed something of it.", FIRST_TOKEN_BUCKETS
+        )
+
+    def _make_pooling(self) -> None:
+        """The series of a task begin with its first request."""
+        self.pooled_finished = self._counter(
+            "pooling_requests_finished",
+            "Inputs for vectors and scores that ended, by task and reason.",
+            ["task", "reason"],
+        )
+        self.pooled_tokens = self._counter(
+            "pooling_prompt_tokens", "Tokens of inputs for vectors and scores, by task.", ["task"]
+        )
+        self.pooled_duration = self._family(
+            Histogram,
+            "pooling_request_duration",
+            "From the arrival of an input to its vector or scores, by task.",
+            ["task"],
+            unit="seconds",
+            buckets=FIRST_TOKEN_BUCKETS,
         )
 
     def _make_cache(self) -> None:

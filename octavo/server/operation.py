@@ -79,7 +79,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 def _model(service: Service, model: ServedModel) -> Model:
     base = service.model_names[0]
-    return Model(
+    described = Model(
         id=model.name,
         created=service.created,
         object="model",
@@ -87,4 +87,8 @@ def _model(service: Service, model: ServedModel) -> Model:
         max_model_len=service.llm.max_model_len,
         root=base if model.adapter is None else service.shown_path(service.llm.adapters.named(model.name).ref.path),
         parent=None if model.adapter is None else base,
+        tasks=list(service.tasks),
     )
+    if "embed" in service.tasks:
+        described.dimensions = service.llm.front_end.pooling.vector_size
+    return described

@@ -51,6 +51,11 @@ class Model(ResponseModel):
     max_model_len: int = Field(description="Longest prompt and output together, in tokens.")
     root: str = Field(description="The model's first name; of an adapter its path in lora_folder, or its last part.")
     parent: str | None = Field(description="Of an adapter: the model that it belongs to.")
+    tasks: list[str] = Field(
+        description="What it can do: generate, embed (vectors), token_embed (of each token), classify, token_classify, "
+        "score (pairs of texts)."
+    )
+    dimensions: int | None = Field(None, description="Numbers of a vector, of models that embed.")
 
 
 class ModelList(ResponseModel):

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from octavo.core.outputs import RequestOutput
+from octavo.core.pooling_outputs import PoolingRequestOutput
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.request_stream import QueuedTokens
 from octavo.server.api_errors import ApiError
@@ -68,7 +69,7 @@ class QueueLimit:
         """Mean time in the queue, in whole seconds."""
         return min(max(math.ceil(self._mean_wait), 1), MAX_RETRY_AFTER)
 
-    def observe(self, output: RequestOutput) -> None:
+    def observe(self, output: RequestOutput | PoolingRequestOutput) -> None:
         """Adds the time in the queue of a request that has ended."""
         waited = output.metrics.time_in_queue
         if waited is not None:

@@ -174,6 +174,7 @@ async def _serve(
     profiles: bool,
 ) -> int:
     from octavo.engine.async_llm import AsyncLLM
+    from octavo.server.deferred_routes import make_deferred
 
     names = options.model_names(config.model)
     async with answers_while_loading(sock, options):
@@ -188,6 +189,8 @@ async def _serve(
             with phase("service"):
                 service = await _make_service(llm, options, metrics, names, tracer)
                 app.state.service = service
+                if "generate" not in service.tasks:
+                    make_deferred(app)
                 settle_collector()
                 lifecycle = _ServerLifecycle(service, _make_server(app, options, names))
         except BaseException:

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 
 from octavo.core.adapters import LoRARequest
-from octavo.core.errors import AdapterError
+from octavo.core.errors import AdapterError, InvalidRequestError
 from octavo.core.server_options import CHARS_PER_TOKEN, ServerOptions
 from octavo.engine.adapter_folder import AdapterResolver, find_by_name, make_resolver
 from octavo.engine.adapter_registry import Adapter, listed
@@ -69,6 +69,24 @@ class Service:
     def max_prompt_chars(self) -> int:
         """Longest prompt in characters; a longer one is refused without being tokenized."""
         return self.options.max_prompt_chars or CHARS_PER_TOKEN * self.llm.max_model_len
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What the model can do: "generate" and the tasks of ``PoolingParams``."""
+        return self.llm.front_end.pooling.tasks
+
+    def require(self, task: str) -> None:
+        """Refuses a task that the model cannot do.
+
+        Raises:
+            ApiError: 400, with what it can do.
+        """
+        try:
+            self.llm.front_end.pooling.require(task)
+        except InvalidRequestError as e:
+            # Clients shall not see where the server keeps the model.
+            message = str(e).replace(repr(self.llm.config.model), repr(self.model_names[0]))
+            raise ApiError(400, message, param="model", code="unsupported_task") from None
 
     async def model(self, wanted: str | None) -> ServedModel:
         """The model that a request names; an adapter that is not loaded yet is, if the resolver finds it.

@@ -1,0 +1,1 @@
+"""Routes for vectors and scores: embeddings, ranking, classification."""

@@ -1,0 +1,24 @@
+"""Registers the routes for vectors and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from octavo.server.llamacpp.llama_embeddings import LlamaVector, embed
+from octavo.server.pooling.pooled_answers import ClassificationList, EmbeddingList, PooledList, Ranking, ScoreList
+from octavo.server.pooling.ranking_routes import COHERE, rerank, score
+from octavo.server.pooling.vector_routes import classify, create_embeddings, pool
+
+
+def add_pooling_routes(add: Callable[..., None]) -> None:
+    """Registers the routes; ``add`` is given method, path, endpoint, the response's model, tag and task."""
+    add("POST", "/v1/embeddings", create_embeddings, EmbeddingList, "OpenAI", task="embed")
+    for path in ("/v1/rerank", COHERE, "/rerank"):
+        add("POST", path, rerank, Ranking, "Vectors", task="score")
+    for path in ("/v1/score", "/score"):
+        add("POST", path, score, ScoreList, "Vectors", task="score")
+    add("POST", "/classify", classify, ClassificationList, "Vectors", task="classify")
+    # What it computes is a field of the request.
+    add("POST", "/pooling", pool, PooledList, "Vectors")
+    for path in ("/embedding", "/embeddings"):
+        add("POST", path, embed, list[LlamaVector], "llama.cpp", task="embed")

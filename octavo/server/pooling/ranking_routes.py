@@ -1,0 +1,109 @@
+"""The routes ``/v1/rerank``, ``/v2/rerank``, ``/rerank``, ``/v1/score`` and ``/score``."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.core.pooling_outputs import PoolingRequestOutput
+from octavo.core.pooling_params import PoolingParams
+from octavo.server.api_errors import ApiError, wrong
+from octavo.server.pooling.pooled_fields import PooledFields, RerankRequest, ScoreRequest, Texts
+from octavo.server.pooling.pooled_inputs import Pairs, check_number, read_pairs
+from octavo.server.pooling.pooled_run import PooledRun
+from octavo.server.pooling.pooling_json import encode_list, encode_object
+from octavo.server.service import Service, service_of
+
+#: The route of Cohere's API, whose responses have no documents.
+COHERE = "/v2/rerank"
+
+
+async def rerank(request: Request, body: RerankRequest) -> Response:
+    """How well documents fit a query, the best first: in one answer the forms of Jina's and of Cohere's API."""
+    service = service_of(request)
+    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    model = await service.model(body.model)
+    query = body.query if isinstance(body.query, str) else body.query.text
+    documents = [each if isinstance(each, str) else each.text for each in body.documents]
+    check_number(service, "documents", len(documents))
+    places = [f"documents[{i}]" for i in range(len(documents))]
+    _check_texts({"query": query, **dict(zip(places, documents, strict=True))})
+    texts = [(query, document) for document in documents]
+    pairs = await read_pairs(service, texts, places, body.truncate_prompt_tokens, body.max_tokens_per_doc)
+    run = PooledRun(request, body, model, _params(service, body), pairs.inputs, "rerank")
+    with_documents = request.url.path != COHERE if body.return_documents is None else body.return_documents
+
+    def answer(outputs: list[PoolingRequestOutput]) -> bytes:
+        scores = _scores(service, pairs, outputs)
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
+        found: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
+        if with_documents:
+            for entry in found:
+                entry["document"] = {"text": documents[entry["index"]]}
+        usage = run.usage()
+        meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": usage["prompt_tokens"]}}
+        fields = {"id": run.response_id, "model": model.name, "results": found, "usage": usage, "meta": meta}
+        return encode_object(fields)
+
+    return await run.respond(answer, deadline)
+
+
+async def score(request: Request, body: ScoreRequest) -> Response:
+    """How well texts fit: one with each of several, or pairs."""
+    service = service_of(request)
+    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    model = await service.model(body.model)
+    first_name, first = _one_of(body, "text_1", "queries", "data_1")
+    second_name, second = _one_of(body, "text_2", "documents", "data_2")
+    for name, texts in ((first_name, first), (second_name, second)):
+        check_number(service, name, len(texts))
+        _check_texts({f"{name}[{i}]": text for i, text in enumerate(texts)})
+    if len(first) not in (1, len(second)):
+        message = f"{first_name} has {len(first)} texts and {second_name} {len(second)}: give one, or as many"
+        raise ApiError(400, message, param=first_name, code="invalid_value")
+    first = first * len(second) if len(first) == 1 else first
+    places = [f"{second_name}[{i}]" for i in range(len(second))]
+    pairs = await read_pairs(service, list(zip(first, second, strict=True)), places, body.truncate_prompt_tokens)
+    run = PooledRun(request, body, model, _params(service, body), pairs.inputs, "score")
+
+    def answer(outputs: list[PoolingRequestOutput]) -> bytes:
+        scores = _scores(service, pairs, outputs)
+        entries = ({"index": i, "object": "score", "score": each} for i, each in enumerate(scores))
+        return encode_list(entries, run.response_fields())
+
+    return await run.respond(answer, deadline)
+
+
+def _params(service: Service, body: PooledFields) -> PoolingParams:
+    params = PoolingParams(
+        truncate_prompt_tokens=body.truncate_prompt_tokens, use_activation=body.use_activation, task="score"
+    )
+    return service.llm.front_end.pooling.score_params(params)
+
+
+def _scores(service: Service, pairs: Pairs, outputs: list[PoolingRequestOutput]) -> list[float]:
+    score = service.llm.front_end.pooling.score
+    return [score([outputs[number] for number in numbers]) for numbers in pairs.of_pair]
+
+
+def _one_of(body: ScoreRequest, *names: str) -> tuple[str, list[str]]:
+    """The name of the field that is given, and its texts.
+
+    Raises:
+        ApiError: none of the fields is given, or several.
+    """
+    given: dict[str, Texts] = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if len(given) != 1:
+        what = "one of them" if given else "it is missing"
+        raise ApiError(400, f"{' or '.join(given or names)}: {what}", param=names[0], code="invalid_value")
+    [(name, texts)] = given.items()
+    return name, [texts] if isinstance(texts, str) else list(texts)
+
+
+def _check_texts(texts: dict[str, str]) -> None:
+    for place, text in texts.items():
+        if not text:
+            raise wrong(place, "it is empty; a score of nothing means nothing")

@@ -1,0 +1,121 @@
+"""The routes ``/v1/embeddings``, ``/pooling`` and ``/classify``."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.core.pooling_outputs import PoolingRequestOutput
+from octavo.core.pooling_params import PoolingParams, PoolingTask
+from octavo.server.api_errors import ApiError, wrong
+from octavo.server.pooling.pooled_fields import ClassificationRequest, EmbeddingRequest, PoolingRequest
+from octavo.server.pooling.pooled_inputs import read_texts
+from octavo.server.pooling.pooled_run import PooledRun, results
+from octavo.server.pooling.pooling_json import encode_list, numbers
+from octavo.server.service import Service, service_of
+
+#: What ``/pooling`` computes where a request does not say it: the first that the model can do.
+_BY_TOKEN_FIRST: tuple[PoolingTask, ...] = ("token_embed", "token_classify", "embed", "classify", "score")
+#: Words of clients' ``input_type`` -> names that models give such prompts; the first that a model has is meant.
+_PROMPT_NAMES = {
+    "query": ("query", "search_query", "retrieval.query", "web_search_query"),
+    "document": ("document", "passage", "search_document", "retrieval.passage", "corpus"),
+}
+
+
+async def create_embeddings(request: Request, body: EmbeddingRequest) -> Response:
+    """The vectors of texts or token ids, one or many."""
+    service = service_of(request)
+    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    model = await service.model(body.model)
+    params = PoolingParams(
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        dimensions=body.dimensions,
+        use_activation=body.use_activation,
+        task="embed",
+    )
+    inputs = await read_texts(service, request, body, _prompt_name(service, body), named=True)
+    run = PooledRun(request, body, model, params, inputs, "embd")
+
+    def answer(outputs: list[PoolingRequestOutput]) -> bytes:
+        entries = (
+            {"object": "embedding", "index": i, "embedding": numbers(data, body.encoding_format)}
+            for i, data in enumerate(results(outputs))
+        )
+        return encode_list(entries, run.response_fields())
+
+    return await run.respond(answer, deadline)
+
+
+async def pool(request: Request, body: PoolingRequest) -> Response:
+    """What the model makes of texts or token ids: by default of each token."""
+    service = service_of(request)
+    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    model = await service.model(body.model)
+    able = service.tasks
+    task = body.task or next((task for task in _BY_TOKEN_FIRST if task in able), "embed")
+    service.require(task)
+    params = PoolingParams(
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        dimensions=body.dimensions,
+        use_activation=body.use_activation,
+        task=task,
+    )
+    run = PooledRun(request, body, model, params, await read_texts(service, request, body), "pool")
+
+    def answer(outputs: list[PoolingRequestOutput]) -> bytes:
+        entries = (
+            {"object": "pooling", "index": i, "data": numbers(data, body.encoding_format)}
+            for i, data in enumerate(results(outputs))
+        )
+        return encode_list(entries, run.response_fields())
+
+    return await run.respond(answer, deadline)
+
+
+async def classify(request: Request, body: ClassificationRequest) -> Response:
+    """The class scores of texts or token ids."""
+    service = service_of(request)
+    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    model = await service.model(body.model)
+    params = PoolingParams(
+        truncate_prompt_tokens=body.truncate_prompt_tokens, use_activation=body.use_activation, task="classify"
+    )
+    run = PooledRun(request, body, model, params, await read_texts(service, request, body), "classify")
+    labels = service.llm.model_config.labels
+
+    def answer(outputs: list[PoolingRequestOutput]) -> bytes:
+        entries = []
+        for i, data in enumerate(results(outputs)):
+            best = int(np.argmax(data))
+            label = labels[best] if best < len(labels) else None
+            entries.append({"index": i, "label": label, "probs": data.tolist(), "num_classes": len(data)})
+        return encode_list(entries, run.response_fields())
+
+    return await run.respond(answer, deadline)
+
+
+def _prompt_name(service: Service, body: EmbeddingRequest) -> str | None:
+    """The name of the model's prompt that a request asks for.
+
+    Raises:
+        ApiError: it asks for two, or for one that the model does not have.
+    """
+    kind, prompts = body.input_type, service.llm.model_config.pooler.prompts
+    if body.prompt_name is not None and kind is not None:
+        raise ApiError(400, "prompt_name and input_type exclude each other", param="input_type", code="invalid_value")
+    if kind is None or kind in prompts:
+        return body.prompt_name or kind
+    meant = next((names for names in _PROMPT_NAMES.values() if kind in names), None)
+    if meant is None:
+        raise wrong("input_type", f"it must be query or document, or {_listed(prompts)}, not {kind[:100]!r}")
+    # Many models take queries and documents as they are.
+    return next((name for name in meant if name in prompts), None)
+
+
+def _listed(names: object) -> str:
+    words = [repr(name) for name in names] if isinstance(names, dict) else []
+    return f"one of the model's prompts ({', '.join(words)})" if words else "left out"
