@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from octavo.core.outputs import RequestOutput
-from octavo.core.pooling_outputs import PoolingRequestOutput
+from octavo.core.outputs import RequestMetrics
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.request_stream import QueuedTokens
 from octavo.server.api_errors import ApiError
@@ -16,6 +15,12 @@ from octavo.server.api_errors import ApiError
 MAX_RETRY_AFTER = 60
 #: Weight of the newest request in the moving average of the time in the queue.
 _NEWEST_WEIGHT = 0.1
+
+
+class Measured(Protocol):
+    """An output with its times."""
+
+    metrics: RequestMetrics
 
 
 class QueueLimit:
@@ -69,7 +74,7 @@ class QueueLimit:
         """Mean time in the queue, in whole seconds."""
         return min(max(math.ceil(self._mean_wait), 1), MAX_RETRY_AFTER)
 
-    def observe(self, output: RequestOutput | PoolingRequestOutput) -> None:
+    def observe(self, output: Measured) -> None:
         """Adds the time in the queue of a request that has ended."""
         waited = output.metrics.time_in_queue
         if waited is not None:

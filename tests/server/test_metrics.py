@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.core.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from octavo.core.stats import AdapterStats, GroupState, SchedulerStats, SpeculationStats, StepStats, sum_stats
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.engine.stat_loggers import StatusLine
@@ -26,6 +28,8 @@ from octavo.grammar.compiler import GrammarCompiler
 from octavo.sandbox.pool import Sandbox
 from octavo.server import metrics as server_metrics
 from octavo.server.metrics import Metrics, RequestObserver
+from octavo.server.pooling import pooling_observer
+from octavo.server.pooling.pooling_observer import PoolingObserver
 from octavo.server.tracing import Tracer
 from tests.busy_machine import once_in_three
 
@@ -65,7 +69,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What the metrics of requests read in place of the time."""
     clock = Clock()
-    monkeypatch.setattr(server_metrics, "time", types.SimpleNamespace(monotonic=clock))
+    for module in (server_metrics, pooling_observer):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=clock))
     return clock
 
 
@@ -99,6 +104,11 @@ def output(counts: list[int], reasons: list[str | None] | None = None, **times: 
         finished=None not in reasons,
         metrics=RequestMetrics(**{"arrival_time": now, **times}),
     )
+
+
+def pooled(**times: Any) -> PoolingRequestOutput:
+    metrics = RequestMetrics(**{"arrival_time": time.monotonic(), **times})
+    return PoolingRequestOutput("r", PoolingOutput(np.ones(2, np.float32)), None, [1] * 5, metrics)
 
 
 # Metrics --------------------------------------------------------------------------------------------------------------
@@ -159,6 +169,35 @@ def test_a_request_of_which_only_the_end_is_seen(clock: Clock) -> None:
     assert found["octavo_inter_token_latency_seconds_count"] == 50
     assert found["octavo_inter_token_latency_seconds_bucket{le=0.025}"] == 50
     assert found["octavo_inter_token_latency_seconds_bucket{le=0.015}"] == 0
+
+
+def test_vectors_and_scores_are_requests_and_are_told_apart_by_task(clock: Clock) -> None:
+    metrics, now = Metrics("m"), clock.now
+    for task, adapter in (("embed", None), ("embed", "a"), ("classify", None)):
+        with PoolingObserver(metrics, task, adapter) as observer:
+            observer.update(pooled(arrival_time=now - 1.0, first_scheduled_time=now - 0.75), "length")
+    with PoolingObserver(metrics, "embed") as observer:
+        observer.update(pooled(), "error")
+    with pytest.raises(KeyError), PoolingObserver(metrics, "embed"):
+        raise KeyError
+    found = samples(metrics)
+    assert [found[f"octavo_requests_finished_total{{reason={reason}}}"] for reason in ("stop", "error", "abort")] == [
+        3,
+        1,
+        1,
+    ]
+    name = "octavo_pooling_requests_finished_total{{reason={},task={}}}"
+    assert [found[name.format(*each)] for each in (("stop", "embed"), ("stop", "classify"), ("abort", "embed"))] == [
+        2,
+        1,
+        1,
+    ]
+    assert found["octavo_prompt_tokens_total"] == 20 and found["octavo_pooling_prompt_tokens_total{task=classify}"] == 5
+    assert found["octavo_request_queue_time_seconds_sum"] == pytest.approx(0.75)
+    assert found["octavo_request_duration_seconds_count"] == 3
+    assert found["octavo_pooling_request_duration_seconds_sum{task=embed}"] == pytest.approx(2.0)
+    assert found["octavo_adapter_requests_finished_total{adapter=a}"] == 1
+    assert found["octavo_time_to_first_token_seconds_count"] == 0, "there is none"
 
 
 def test_blocks_of_each_group() -> None:
@@ -327,6 +366,8 @@ def test_the_dashboard_reads_every_metric_and_none_that_does_not_exist() -> None
     drafts = SpeculationStats(10, 40, 16, [8, 5, 3, 0], 1)
     metrics.log(msgspec.structs.replace(STEP, groups=groups, adapters=AdapterStats(), speculation=drafts))
     RequestObserver(metrics, "adapter").update(output([1], ["stop"]))
+    with PoolingObserver(metrics, "embed") as observer:
+        observer.update(pooled(), "length")
     metrics.http_started()
     metrics.http_finished("/health", 200)
     exported = {name.split("{")[0] for name in samples(metrics)}

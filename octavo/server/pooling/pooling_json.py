@@ -15,7 +15,7 @@ _encode = msgspec.json.Encoder().encode
 def numbers(data: np.ndarray, encoding_format: str | None) -> Any:
     """float32 numbers of any shape as JSON has them: lists of numbers, or base64 of their little-endian bytes."""
     if encoding_format == "base64":
-        return binascii.b2a_base64(np.ascontiguousarray(data, "<f4"), newline=False).decode()
+        return binascii.b2a_base64(data.astype("<f4", copy=False).tobytes(), newline=False).decode()
     return data.tolist()
 
 

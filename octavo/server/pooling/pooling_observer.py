@@ -27,6 +27,7 @@ class PoolingObserver:
         if times.time_in_queue is not None:
             metrics.queue.observe(times.time_in_queue)
         if reason in COMPLETE:
+            reason = "stop"  # whatever a core calls the end of a prompt after which nothing is generated
             seconds = time.monotonic() - times.arrival_time
             metrics.duration.observe(seconds)
             metrics.pooled_duration(self._task).observe(seconds)

@@ -56,7 +56,7 @@ async def pool(request: Request, body: PoolingRequest) -> Response:
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
     model = await service.model(body.model)
     able = service.tasks
-    task = body.task or next((task for task in _BY_TOKEN_FIRST if task in able), "embed")
+    task: PoolingTask = body.task or next((each for each in _BY_TOKEN_FIRST if each in able), "embed")
     service.require(task)
     params = PoolingParams(
         truncate_prompt_tokens=body.truncate_prompt_tokens,
