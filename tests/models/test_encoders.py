@@ -1,0 +1,204 @@
+"""Networks for vectors and scores against transformers: encoders, and the heads of these and of decoders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from octavo import LLM, PoolingParams, UnsupportedModelError
+from octavo.models.config_files import read_model_config
+from octavo.models.registry import ENCODERS, find_base
+from tests.models.zoo import PROMPTS, edit_config, prompts_of, rename_tensors
+
+RAW = PoolingParams(use_activation=False)
+SHAPE = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 96,
+}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+#: By the beginning of the names of transformers' classes: values of the configuration.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Bert": SHAPE,
+    "Roberta": {**SHAPE, "pad_token_id": 1},
+    "XLMRoberta": {**SHAPE, "pad_token_id": 1, "type_vocab_size": 1},
+    "Camembert": {**SHAPE, "pad_token_id": 1},
+    "DistilBert": {"vocab_size": 101, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 6},
+    "ModernBert": {**SHAPE, **SPECIAL, "num_hidden_layers": 4, "local_attention": 8, "cls_token_id": 1},
+    "NomicBert": SHAPE,
+    "Llama": {**SHAPE, **SPECIAL, "num_key_value_heads": 2},
+    "Qwen3": {**SHAPE, **SPECIAL, "num_key_value_heads": 2, "head_dim": 8},
+    "Gemma2": {**SHAPE, **SPECIAL, "num_key_value_heads": 2, "head_dim": 8},
+    "GPT2": {"vocab_size": 101, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 96, "pad_token_id": 0},
+    "Mixtral": {**SHAPE, **SPECIAL, "num_key_value_heads": 2, "num_local_experts": 4},
+}
+TASKS = {
+    "Model": "token_embed",
+    "ForSequenceClassification": "classify",
+    "ForTokenClassification": "token_classify",
+}
+
+
+def save(folder: Path, family: str, ending: str, **values: Any) -> Any:
+    """Saves a random model of transformers, and returns it."""
+    config = getattr(transformers, f"{family}Config")(**{**FAMILIES[family], **values})
+    if ending != "Model":
+        config.num_labels = 3
+    torch.manual_seed(0)
+    model = getattr(transformers, family + ending)(config).eval()
+    for name, tensor in model.named_parameters():
+        if tensor.ndim > 1:
+            tensor.data.normal_(0, 0.15)
+        elif "bias" in name:
+            tensor.data.normal_(0, 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def results(folder: Path, task: Any, prompts: Sequence[Any] = (), **options: Any) -> list[np.ndarray]:
+    llm = LLM(str(folder), skip_tokenizer_init=True, **{"dtype": "float32", "num_gpu_blocks_override": 64, **options})
+    given = prompts or prompts_of(PROMPTS)
+    outputs = [o.outputs for o in llm.encode(list(given), RAW, pooling_task=task, use_tqdm=False)]
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [output.data for output in outputs]  # type: ignore[union-attr]
+
+
+def theirs(model: Any, prompt: list[int], **inputs: Any) -> np.ndarray:
+    with torch.inference_mode():
+        output = model(torch.tensor([prompt]), **inputs)
+    values: np.ndarray = (output.logits if hasattr(output, "logits") else output.last_hidden_state)[0].numpy()
+    return values
+
+
+def assert_close(ours: np.ndarray, expected: np.ndarray, bound: float = 1e-5) -> None:
+    """Errors relative to the largest number."""
+    assert ours.shape == expected.shape
+    assert np.abs(ours - expected).max() < bound * max(1.0, float(np.abs(expected).max()))
+
+
+def kernels() -> list[str]:
+    try:
+        import octavo._cpu  # noqa: F401
+    except ImportError:
+        return ["reference"]
+    return ["reference", "cpu"]
+
+
+@pytest.mark.parametrize("ending", TASKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_results_are_those_of_transformers(family: str, ending: str, tmp_path: Path) -> None:
+    if not hasattr(transformers, family + ending):
+        pytest.skip(f"transformers has no {family}{ending}")
+    model = save(tmp_path, family, ending)
+    expected = [theirs(model, prompt) for prompt in PROMPTS]
+    for name in kernels():
+        ours = results(tmp_path, TASKS[ending], kernels=name)
+        for mine, its in zip(ours, expected, strict=True):
+            assert_close(mine, its)
+    if name == "cpu":  # a text that is longer than a step, and steps of several
+        assert [r.tobytes() for r in results(tmp_path, TASKS[ending], max_num_batched_tokens=16)] == [
+            r.tobytes() for r in ours
+        ]
+        whole = np.concatenate([its.ravel() for its in expected])
+        for options in ({"dtype": "bfloat16"}, {"quantization": "int8"}):
+            rounded = results(tmp_path, TASKS[ending], **options)  # type: ignore[arg-type]
+            assert np.corrcoef(np.concatenate([mine.ravel() for mine in rounded]), whole)[0, 1] > 0.98
+
+
+def test_every_encoder_of_the_registry_is_tested() -> None:
+    assert set(ENCODERS) <= set(FAMILIES)
+    assert find_base("Qwen3ForSequenceClassification") == "Qwen3ForCausalLM"
+    assert find_base("BertForMaskedLM") == "BertModel" and find_base("LlamaForMaskedLM") is None
+    assert find_base("NoSuchModel") is None
+
+
+@pytest.mark.parametrize("family", ["Bert", "NomicBert", "Roberta"])
+def test_segments_of_a_pair(family: str, tmp_path: Path) -> None:
+    model = save(tmp_path, family, "ForSequenceClassification", type_vocab_size=2)
+    types = [[0] * 4 + [1] * 6, [0] * 9 + [1], [0] * 10]
+    prompts = [{"prompt_token_ids": list(range(3, 13)), "token_type_ids": each} for each in types]
+    ours = results(tmp_path, "classify", prompts)
+    for mine, each in zip(ours, types, strict=True):
+        assert_close(mine, theirs(model, list(range(3, 13)), token_type_ids=torch.tensor([each])))
+    assert not np.allclose(ours[0], ours[2])
+
+
+def test_where_a_classifier_pools(tmp_path: Path) -> None:
+    for pooling in ("cls", "mean"):
+        model = save(tmp_path / pooling, "ModernBert", "ForSequenceClassification", classifier_pooling=pooling)
+        for mine, prompt in zip(results(tmp_path / pooling, "classify"), PROMPTS, strict=True):
+            assert_close(mine, theirs(model, prompt))
+
+
+@pytest.mark.parametrize(
+    ("family", "rename"),
+    [
+        ("Bert", lambda name: "bert." + name.replace("LayerNorm.weight", "LayerNorm.gamma")),
+        ("Bert", lambda name: name.replace("LayerNorm.bias", "LayerNorm.beta")),
+        ("Roberta", lambda name: "roberta." + name),
+        ("Llama", lambda name: "model." + name),
+    ],
+)
+def test_names_of_other_checkpoints(family: str, rename: Callable[[str], str | None], tmp_path: Path) -> None:
+    save(tmp_path, family, "Model")
+    before = results(tmp_path, "token_embed")
+    rename_tensors(tmp_path, rename)
+    for mine, its in zip(results(tmp_path, "token_embed"), before, strict=True):
+        assert mine.tobytes() == its.tobytes()
+
+
+def test_a_checkpoint_of_nomic_before_transformers_had_it(tmp_path: Path) -> None:
+    model = save(tmp_path, "NomicBert", "Model")
+    old = {
+        "architectures": ["NomicBertModel"],
+        "model_type": "nomic_bert",
+        "n_embd": 48,
+        "n_layer": 3,
+        "n_head": 6,
+        "n_inner": 80,
+        "n_positions": 96,
+        "vocab_size": 101,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "prenorm": False,
+        "activation_function": "swiglu",
+        "qkv_proj_bias": False,
+        "layer_norm_epsilon": 1e-12,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    for mine, prompt in zip(results(tmp_path, "token_embed"), PROMPTS, strict=True):
+        assert_close(mine, theirs(model, prompt))
+    edit_config(tmp_path, prenorm=True)
+    with pytest.raises(UnsupportedModelError, match="prenorm=True is not supported"):
+        read_model_config(tmp_path)
+
+
+def test_one_class_is_a_score_and_several_are_not(tmp_path: Path) -> None:
+    config = transformers.BertConfig(**SHAPE, num_labels=1)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
+    assert LLM(str(tmp_path), skip_tokenizer_init=True).front_end.pooling.tasks == ("classify", "score")
+    assert read_model_config(tmp_path).pooler.activation == "sigmoid"
+    edit_config(tmp_path, problem_type="regression")
+    assert read_model_config(tmp_path).pooler.activation == "identity"
+    edit_config(tmp_path, id2label={"0": "a", "1": "b"}, problem_type=None)
+    assert read_model_config(tmp_path).pooler.activation == "softmax"
+    edit_config(tmp_path, problem_type="multi_label_classification")
+    assert read_model_config(tmp_path).pooler.activation == "sigmoid"
+
+
+@pytest.mark.slow  # processes of two workers
+def test_two_ranks_give_the_bits_of_one(tmp_path: Path) -> None:
+    save(tmp_path, "Bert", "ForSequenceClassification")
+    one = results(tmp_path, "classify")
+    two = results(tmp_path, "classify", tensor_parallel_size=2)
+    assert [r.tobytes() for r in one] == [r.tobytes() for r in two]
