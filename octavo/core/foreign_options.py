@@ -32,6 +32,7 @@ ON_OR_OFF = ForeignOption((False, True))
 _ONE_WORKER = "workers divide matrices and layers, nothing else"
 _TEXT_ALONE = "models take text alone, no images or audio"
 _GENERATES = "a model does all that its network has a head for, or what the option task says"
+_POOLING = "the model's files say how it pools, and PoolingParams what a request wants (docs/embeddings.md)"
 _SPECULATION = "drafts are asked for with speculative_config"
 _FROM_CHECKPOINT = "it is read from the checkpoint's config.json"
 _NO_TRANSFER = "the KV cache is not shared between engines"
@@ -57,8 +58,8 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "use_tqdm_on_load": ON_OR_OFF,
     "runner": ForeignOption(("auto", "generate", "pooling"), _GENERATES),
     "convert": ForeignOption(("auto", "none", "embed"), _GENERATES),
-    "pooler_config": ForeignOption((None,), _GENERATES),
-    "override_pooler_config": ForeignOption((None,), _GENERATES),
+    "pooler_config": ForeignOption((None,), _POOLING),
+    "override_pooler_config": ForeignOption((None,), _POOLING),
     "limit_mm_per_prompt": ANY,  # there are none to limit
     "mm_processor_kwargs": ForeignOption((None, {}), _TEXT_ALONE),
     "allowed_local_media_path": ForeignOption(("", None), _TEXT_ALONE),

@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from typing import Any, Self
 
 from octavo.core.outputs import RequestOutput
+from octavo.core.pooling_outputs import PoolingRequestOutput
+from octavo.core.pooling_params import PoolingParams
 from octavo.core.prompts import Prompt
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.async_llm import AsyncLLM as OctavoAsyncLLM
@@ -45,6 +47,16 @@ class AsyncLLM(OctavoAsyncLLM):
         """
         async for output in super().generate(request_id, prompt, sampling_params, **keywords):
             yield output
+
+    async def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, **keywords: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """What ``pool`` gives, as the one output of a stream.
+
+        Raises:
+            OctavoError: see there.
+        """
+        yield await self.pool(request_id, prompt, pooling_params, **keywords)
 
     async def abort(self, request_id: str | Iterable[str], *_: object, **__: object) -> None:
         """Ends one request or several."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 from octavo.compat.vllm.batch_processors import BatchProcessors, VllmConfig, split_processors
 from octavo.compat.vllm.engine_args import given_options
+from octavo.compat.vllm.pooling import PoolingOptions
+from octavo.compat.vllm.pooling_methods import PoolingMethods
 from octavo.compat.vllm.profiling import Profiler
 from octavo.compat.vllm.reader_metrics import Metric, RequestFigures
 from octavo.core.config_sources import resolve_config
 from octavo.core.outputs import RequestOutput
+from octavo.core.pooling_params import PoolingParams
 from octavo.core.prompts import Prompt
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
@@ -21,6 +26,7 @@ from octavo.engine.llm_engine import LLMEngine as OctavoEngine
 from octavo.engine.model_files import find_files
 from octavo.engine.stat_loggers import StatLogger
 from octavo.kernels import resolve_device
+from octavo.loader.resolve import resolve_model
 
 
 class _Calls(OctavoEngine):
@@ -30,8 +36,11 @@ class _Calls(OctavoEngine):
     _figures: RequestFigures | None = None
     _processors: BatchProcessors
     _profiler: Profiler
+    _pooling: PoolingOptions
 
-    def _prepare(self, classes: Sequence[Any], profiler_config: Any) -> None:
+    def _prepare(self, classes: Sequence[Any], profiler_config: Any, pooling: PoolingOptions) -> None:
+        self._pooling = pooling
+        pooling.apply(self.front_end.pooling)
         self._figures = RequestFigures()
         #: Tokens so far of the requests whose outputs are increments.
         self._increments: dict[str, int] = {}
@@ -44,6 +53,11 @@ class _Calls(OctavoEngine):
         """That of the network, with the longest sequence as ``max_model_len``."""
         return _ModelConfig(self)
 
+    @property
+    def vllm_config(self) -> VllmConfig:
+        """The engine's options, and ``model_config``."""
+        return VllmConfig(self.core.options, self.model_config)
+
     def add_request(
         self,
         request_id: str,
@@ -55,6 +69,8 @@ class _Calls(OctavoEngine):
         **keywords: Any,
     ) -> None:
         """As Octavo's, with the logits processors that the engine was started with."""
+        if isinstance(params, PoolingParams):
+            params = self._pooling.filled(params)
         if isinstance(params, SamplingParams):
             params = self._processors.given_to(params)
             if streaming and params.output_kind is RequestOutputKind.DELTA:
@@ -67,7 +83,8 @@ class _Calls(OctavoEngine):
         if self._figures is None:
             return outputs
         for output in outputs:
-            tokens = sum(len(completion.token_ids) for completion in output.outputs)
+            completions = output.outputs if isinstance(output, RequestOutput) else []  # or a vector
+            tokens = sum(len(completion.token_ids) for completion in completions)
             if output.request_id in self._increments:
                 self._increments[output.request_id] += tokens
             if output.finished:
@@ -110,9 +127,16 @@ class _ModelConfig:
     def __init__(self, engine: OctavoEngine) -> None:
         self._config, self.max_model_len = engine.core.model_config, engine.core.max_model_len
         self.model, self.dtype = engine.core.options.model, engine.core.dtype
+        self._folder = Path(resolve_model(self.model, revision=engine.core.options.revision))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
+
+    @property
+    def hf_config(self) -> SimpleNamespace:
+        """What config.json says, as far as it says it; ``id2label`` by number."""
+        content = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
+        return SimpleNamespace(**{**content, "id2label": dict(enumerate(self._config.labels))})
 
     def get_vocab_size(self) -> int:
         """Token ids of the network."""
@@ -137,15 +161,15 @@ class LLMEngine(_Calls):
         """
         options = engine_args.given()
         classes, names = split_processors(options.pop("logits_processors", None))
-        profiler_config = options.pop("profiler_config", None)
+        profiler_config, pooling = options.pop("profiler_config", None), PoolingOptions(options)
         if names:
             options["logits_processors"] = names
         engine = cls(find_files(resolve_config(options)), stat_loggers or ())
-        engine._prepare(classes, profiler_config)
+        engine._prepare(classes, profiler_config, pooling)
         return engine
 
 
-class LLM(_Calls, OctavoLLM):  # type: ignore[misc]  # metrics have vLLM's types
+class LLM(_Calls, PoolingMethods, OctavoLLM):  # type: ignore[misc]  # metrics have vLLM's types
     """Octavo's ``LLM``; options that are as ``EngineArgs`` have them by default are as if they were not given."""
 
     def __init__(
@@ -164,10 +188,11 @@ class LLM(_Calls, OctavoLLM):  # type: ignore[misc]  # metrics have vLLM's types
         """
         classes, names = split_processors(logits_processors)
         options = given_options(options)
+        pooling = PoolingOptions(options)
         if names:
             options["logits_processors"] = names
         OctavoLLM.__init__(self, model, stat_loggers=stat_loggers or (), **options)
-        self._prepare(classes, profiler_config)
+        self._prepare(classes, profiler_config, pooling)
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> Self:

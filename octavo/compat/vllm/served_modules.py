@@ -18,6 +18,18 @@ _OUTPUTS = {
     "RequestOutput": "octavo.core.outputs:RequestOutput",
     "CompletionOutput": "octavo.core.outputs:CompletionOutput",
 }
+_POOLING_OUTPUTS = {
+    **{
+        name: f"octavo.core.pooling_outputs:{name}"
+        for name in ("PoolingOutput", "EmbeddingOutput", "ClassificationOutput", "ScoringOutput")
+    },
+    **{
+        f"{name}RequestOutput": "octavo.core.pooling_outputs:PoolingRequestOutput"
+        for name in ("Pooling", "Embedding", "Classification", "Scoring")
+    },
+}
+_POOLING = {"PoolingParams": f"{_HERE}.pooling:PoolingParams"}
+_POOLER = {"PoolerConfig": f"{_HERE}.pooling:PoolerConfig"}
 _LOGPROB = {"Logprob": "octavo.core.outputs:Logprob"}
 _PROMPTS = {
     "TextPrompt": "octavo.core.prompts:TextPrompt",
@@ -49,6 +61,7 @@ _PROCESSORS = {
 _CONFIG = {
     "VllmConfig": f"{_HERE}.batch_processors:VllmConfig",
     "ProfilerConfig": f"{_HERE}.profiling:ProfilerConfig",
+    **_POOLER,
 }
 
 #: By module, "" for the package: name -> "module:attribute". A module that is a package of others may have none.
@@ -58,6 +71,8 @@ SERVED: dict[str, dict[str, str]] = {
         **_LLM_ENGINE,
         **_ARGS,
         **_OUTPUTS,
+        **_POOLING_OUTPUTS,
+        **_POOLING,
         **_PROMPTS,
         "AsyncLLMEngine": _ASYNC["AsyncLLMEngine"],
         "SamplingParams": _PARAMS["SamplingParams"],
@@ -68,6 +83,7 @@ SERVED: dict[str, dict[str, str]] = {
         name: f"{_HERE}.sample_requests:{name}" for name in ("SampleRequest", "add_dataset_parser", "get_samples")
     },
     "config": _CONFIG,
+    "config.pooler": _POOLER,
     "config.profiler": {"ProfilerConfig": _CONFIG["ProfilerConfig"]},
     "distributed": _CLEAN_UP,
     "distributed.parallel_state": _CLEAN_UP,
@@ -83,8 +99,9 @@ SERVED: dict[str, dict[str, str]] = {
     "logprobs": _LOGPROB,
     "lora": {},
     "lora.request": _LORA,
-    "outputs": _OUTPUTS,
+    "outputs": {**_OUTPUTS, **_POOLING_OUTPUTS},
     "platforms": {"current_platform": f"{_HERE}.helpers:current_platform"},
+    "pooling_params": _POOLING,
     "sampling_params": _PARAMS,
     "sequence": _LOGPROB,
     "tokenizers": {**_TOKENIZER, **_TOKENIZER_TYPES},
@@ -95,6 +112,7 @@ SERVED: dict[str, dict[str, str]] = {
     "utils": {**_PARSER, **_NETWORK, **_UUID},
     "utils.argparse_utils": _PARSER,
     "utils.network_utils": _NETWORK,
+    "utils.print_utils": {"print_embeddings": f"{_HERE}.pooling:print_embeddings"},
     "v1": {},
     "v1.engine": {},
     "v1.engine.async_llm": _ASYNC,
@@ -108,7 +126,6 @@ SERVED: dict[str, dict[str, str]] = {
     "version": {"__version__": f"{_HERE}.helpers:VERSION"},
 }
 
-_GENERATES = "Octavo generates text and has no pooling models"
 _TEXT_ALONE = "models take text alone, without images, audio or video"
 _NO_TRANSFER = "the KV cache is not shared between engines; replicas of one server share work (data_parallel_size)"
 _WEIGHTS = "weights are read from files, again by sleep(level=2) and wake_up(); LLM.collective_rpc reaches the workers"
@@ -136,7 +153,6 @@ ABSENT_MODULES: dict[str, str] = {
     "model_executor": _NETWORKS,
     "multimodal": _TEXT_ALONE,
     "plugins": "logits processors and scheduling policies are named as module:Class (docs/extending.md)",
-    "pooling_params": _GENERATES,
     "reasoning": "reasoning is parsed by the server (--reasoning-parser)",
     "renderers": "LLM.chat takes a chat template as text or by name (chat_template)",
     "spec_decode": "drafts are asked for with speculative_config (docs/speculation.md)",
@@ -154,10 +170,6 @@ ABSENT_MODULES: dict[str, str] = {
 
 #: Names, of whatever module, and what there is instead.
 ABSENT_NAMES: dict[str, str] = {
-    **dict.fromkeys(("PoolingParams", "PoolingOutput", "PoolingRequestOutput", "PoolerConfig"), _GENERATES),
-    **dict.fromkeys(("EmbeddingOutput", "EmbeddingRequestOutput"), _GENERATES),
-    **dict.fromkeys(("ClassificationOutput", "ClassificationRequestOutput"), _GENERATES),
-    **dict.fromkeys(("ScoringOutput", "ScoringRequestOutput"), _GENERATES),
     **dict.fromkeys(("KVTransferConfig", "KVEventsConfig", "ECTransferConfig"), _NO_TRANSFER),
     "GuidedDecodingParams": "its name is StructuredOutputsParams, given as SamplingParams(structured_outputs=...)",
     "CompilationConfig": "networks are not compiled; decode steps are captured on GPUs (graph_capture)",
