@@ -23,6 +23,7 @@ def make_encoder(folder: Path, labels: int = 0, *, by_token: bool = False) -> Pa
     import torch
     from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification, BertModel
 
+    folder.mkdir(exist_ok=True)
     size = _write_tokenizer(folder)
     torch.manual_seed(labels)
     names = {index: f"label {index}" for index in range(labels)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import platform
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from octavo.cli.parsing import Arguments, Parser, add_json_flag, write_json
 from octavo.core.config import EngineConfig
 from octavo.core.config_sources import configured_model
 from octavo.core.errors import ConfigError
+from octavo.core.model_config import ModelConfig
 from octavo.loader.builtin import BUILTIN
 
 EXAMPLE = """\
@@ -204,6 +206,7 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
         OctavoError: the model is unknown, cannot be downloaded, or is not supported.
     """
     from octavo.core.kv_spec import group_layers
+    from octavo.core.model_tasks import model_tasks
     from octavo.loader.gguf_parts import split_paths
     from octavo.loader.resolve import gguf_source, resolve_model
     from octavo.models.config_files import read_model_config
@@ -211,6 +214,7 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
 
     folder = resolve_model(options.model, revision=options.revision)
     config, gguf = read_model_config(folder), gguf_source(options.model)
+    tasks = model_tasks(config, options.task)
     dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
     network = build_without_weights(config, dtype, None, options.kv_cache_dtype)
     files = Path(folder).glob("*.safetensors") if gguf is None else split_paths(gguf)
@@ -219,6 +223,8 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
         "description": BUILTIN[options.model].description if options.model in BUILTIN else None,
         "folder": str(folder),
         "architecture": config.architecture,
+        "tasks": list(tasks),
+        **_pooling_facts(config, tasks),
         "checkpoint_dtype": config.checkpoint_dtype,
         "quantization": None if config.quantization is None else config.quantization.name,
         "weight_bytes": sum(file.stat().st_size for file in files) or None,
@@ -241,6 +247,23 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
             }
             for group in group_layers(network.kv_specs)
         ],
+    }
+
+
+def _pooling_facts(config: ModelConfig, tasks: Sequence[str]) -> dict[str, Any]:
+    """Of a model that is there for vectors or scores: how it makes them."""
+    if config.head == "lm" and tasks[0] == "generate":
+        return {}
+    pooler = config.pooler
+    if config.head in ("sequence", "token"):
+        return {"labels": list(config.labels)}
+    return {
+        "pooling": pooler.kind,
+        "normalize": pooler.normalize,
+        "vector_size": pooler.dense[-1].outputs if pooler.dense else config.hidden_size,
+        "dimensions": list(pooler.dimensions) if pooler.dimensions is not None else "any",
+        "prompts": list(pooler.prompts),
+        "max_text_length": config.default_length,
     }
 
 
@@ -300,7 +323,8 @@ def _values(name: str, label: str, value: Any) -> list[tuple[str, str]]:
     elif name.endswith("_bytes"):
         text = readable_size(value)
     else:
-        text = (" ".join(value) or "-") if isinstance(value, list) else str(value)
+        between = ", " if name in ("labels", "prompts") else " "
+        text = (between.join(map(str, value)) or "-") if isinstance(value, list) else str(value)
     return [(label, text)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -230,3 +231,23 @@ def test_rerank_refuses_what_cannot_be_ranked(octavo: Run, capsys: Capture, tiny
     assert "document 1" in capsys.readouterr().err
     assert octavo("rerank", encoder, LONG, "--query", "b", "--num-threads", 1, "--truncate", "max") == 0
     assert octavo("rerank", encoder, "a", "--query", "b", "--top-n", 0) == 2
+
+
+def test_info_says_what_a_model_can_do(octavo: Run, capsys: Capture, encoder: Path, tmp_path: Path) -> None:
+    assert octavo("info", encoder, "--json", "-") == 0
+    facts = json.loads(capsys.readouterr().out)["model"]
+    assert facts["tasks"] == ["embed", "token_embed", "score"]
+    names = ("pooling", "normalize", "vector_size", "dimensions", "prompts", "max_text_length")
+    assert [facts[name] for name in names] == ["mean", True, HIDDEN_SIZE, [8, 16], ["query", "document"], MAX_TOKENS]
+    assert octavo("info", encoder) == 0
+    assert re.search(r"dimensions: +8 16\n +prompts: +query, document\n", capsys.readouterr().out)
+    assert octavo("info", make_encoder(tmp_path / "classifier", labels=2)) == 0
+    assert re.search(r"tasks: +classify\n +labels: +label 0, label 1\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("task", "tasks"), [("auto", "generate embed token_embed"), ("score", "score")])
+def test_info_of_a_language_model_depends_on_the_task(
+    octavo: Run, capsys: Capture, tiny_model: Path, task: str, tasks: str
+) -> None:
+    assert octavo("info", tiny_model, "--task", task) == 0
+    assert re.search(rf"tasks: +{tasks}\n", capsys.readouterr().out)

@@ -118,7 +118,7 @@ def test_labels_are_found_where_scripts_look(tagger: Path) -> None:
 
 
 def test_engines_take_pooling_params(encoder: Path) -> None:
-    expected = octavo.LLM(encoder, **OPTIONS).embed(TEXTS[0], use_tqdm=False)[0].outputs.embedding
+    [expected] = vectors(octavo.LLM(encoder, **OPTIONS).embed([TEXTS[0]], use_tqdm=False))
     engine = LLMEngine.from_engine_args(EngineArgs(model=str(encoder), **OPTIONS))
     engine.add_request("a", TEXTS[0], PoolingParams(task="embed"))
     [output] = engine.step()
