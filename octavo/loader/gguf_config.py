@@ -11,7 +11,8 @@ from typing import Any
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.loader.gguf_file import GGUFFile
 from octavo.loader.gguf_metadata import Metadata
-from octavo.models.registry import NETWORKS, unsupported
+from octavo.loader.gguf_pooling import pooling_files
+from octavo.models.registry import model_type_of, unsupported
 
 
 def write_gguf_folder(path: Path, folder: Path) -> None:
@@ -27,7 +28,9 @@ def write_gguf_folder(path: Path, folder: Path) -> None:
     file = GGUFFile(path)
     config = model_config(Metadata(file))
     write_tokenizer(file, folder, config["vocab_size"])
-    for name, content in (("config.json", config), ("generation_config.json", generation_config(file))):
+    files = {"config.json": config, "generation_config.json": generation_config(file), **pooling_files(file)}
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
@@ -41,7 +44,7 @@ def model_config(metadata: Metadata) -> dict[str, Any]:
     architecture, fields = ARCHITECTURES[_kind(metadata)]
     config = {
         "architectures": [architecture],
-        "model_type": NETWORKS[architecture][0],
+        "model_type": model_type_of(architecture),
         # What "auto" means for files of any type; values of some exceed float16.
         "dtype": "bfloat16",
         "vocab_size": metadata.vocab_size(),
@@ -230,6 +233,38 @@ def _gptneox(m: Metadata) -> dict[str, Any]:
     return _decoder(m, partly_rotated=True, hidden_act="gelu", use_parallel_residual=parallel)
 
 
+def _encoder(m: Metadata) -> dict[str, Any]:
+    """An encoder; tables of positions and segments have as many rows as the file says."""
+    if m.flag("attention.causal", default=True):
+        raise UnsupportedModelError(f"{m.file.path}: {m.arch} with causal attention is not supported")
+    return {
+        "hidden_size": m.integer("embedding_length"),
+        "intermediate_size": m.integer("feed_forward_length"),
+        "num_hidden_layers": m.layers(),
+        "num_attention_heads": m.integer("attention.head_count"),
+        "hidden_act": "gelu",
+        "max_position_embeddings": m.rows("position_embd.weight") or m.integer("context_length"),
+        "type_vocab_size": m.rows("token_types.weight") or 1,
+        "layer_norm_eps": m.real("attention.layer_norm_epsilon", default=1e-12),
+    }
+
+
+def _classifier(m: Metadata) -> dict[str, Any]:
+    """An encoder with class scores, whose names the file may have."""
+    count = m.rows("cls.output.weight") or m.rows("cls.output.bias") or 1
+    labels = m.file.metadata.get(f"{m.arch}.classifier.output_labels")
+    names = labels if isinstance(labels, list) and len(labels) == count else [f"LABEL_{i}" for i in range(count)]
+    return _encoder(m) | {"id2label": {str(index): str(name) for index, name in enumerate(names)}}
+
+
+def _nomic(m: Metadata) -> dict[str, Any]:
+    """An encoder with rotary positions."""
+    rope = m.rope()
+    if rope.pop("rope_type") != "default":
+        raise UnsupportedModelError(f"{m.file.path}: scaled rotary positions of {m.arch} are not supported")
+    return _encoder(m) | {"rope_parameters": rope}
+
+
 def _falcon(m: Metadata) -> dict[str, Any]:
     """The older decoder, and that of 40B and 180B, which has a norm for each branch."""
     config = _decoder(m, activation="gelu", new_decoder_architecture=m.holds("blk.0.attn_norm_2.weight"))
@@ -271,6 +306,9 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
     "gptneox": ("GPTNeoXForCausalLM", _gptneox),
     "falcon": ("FalconForCausalLM", _falcon),
     "bloom": ("BloomForCausalLM", _bloom),
+    "bert": ("BertModel", _encoder),
+    "bert with classes": ("BertForSequenceClassification", _classifier),
+    "nomic-bert": ("NomicBertModel", _nomic),
 }
 
 
@@ -285,6 +323,8 @@ def _kind(m: Metadata) -> str:
         name = "llama with experts"
     elif name == "llama" and m.has("attention.sliding_window"):
         name = "llama with a window"
+    elif name == "bert" and m.holds("cls.output.weight"):
+        name = "bert with classes"
     elif name == "deepseek2" and _is_v3(m):
         name = "deepseek2 with sigmoids"
     if name not in ARCHITECTURES:

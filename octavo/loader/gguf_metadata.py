@@ -85,6 +85,11 @@ class Metadata:
             raise WeightError(f"{self.file.path} has no tensor 'token_embd.weight'")
         return embedding.shape[0]
 
+    def rows(self, tensor: str) -> int | None:
+        """Rows of a tensor, if the file has it."""
+        found = self.file.tensors.get(tensor)
+        return None if found is None else found.shape[0]
+
     def layers(self) -> int:
         """Number of layers."""
         layers = self.integer("block_count")

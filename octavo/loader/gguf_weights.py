@@ -42,6 +42,10 @@ _ALIASES = {
     "model.embed_norm.weight": "token_embd_norm.weight",
     "model.embed_norm.bias": "token_embd_norm.bias",
     "model.layers.0.mlp.gate.e_score_correction_bias": "blk.0.exp_probs_b.bias",
+    "model.embed_types.weight": "token_types.weight",
+    **{f"model.layers.0.attention_norm.{kind}": f"blk.0.attn_output_norm.{kind}" for kind in ("weight", "bias")},
+    **{f"model.layers.0.mlp_norm.{kind}": f"blk.0.layer_output_norm.{kind}" for kind in ("weight", "bias")},
+    **{f"head.out.{kind}": f"cls.output.{kind}" for kind in ("weight", "bias")},
 }
 #: The norms of a Falcon that has two of them, which are the other way round.
 _FALCON_NORMS = {"input_layernorm": "attn_norm_2", "post_attention_layernorm": "attn_norm"}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from octavo.core.model_config import CheckpointQuantization
 
 #: Incremented when other files are written for the same GGUF file, so that old ones are not used.
-FOLDER_VERSION = 3
+FOLDER_VERSION = 4
 #: Values of the option ``quantization`` that name the method of a checkpoint, as in other engines.
 CHECKPOINT_METHODS = ("awq", "compressed-tensors", "gptq")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.loader.model_cache import cache_dir, publish
-from octavo.models.registry import NETWORKS
+from octavo.models.registry import model_type_of
 
 
 def _decoder(
@@ -25,7 +25,7 @@ def _decoder(
     """config.json of a model of Llama's kind; ``heads`` are those of queries and of keys, ``ends`` BOS and EOS."""
     return {
         "architectures": [architecture],
-        "model_type": NETWORKS[architecture][0],
+        "model_type": model_type_of(architecture),
         "dtype": "bfloat16",
         "vocab_size": vocab_size,
         "hidden_size": width,

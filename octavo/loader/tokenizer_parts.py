@@ -115,11 +115,15 @@ def byte_level_bpe(
     return tokenizer
 
 
-def surround(tokenizer: Tokenizer, before: Sequence[str], after: Sequence[str]) -> None:
-    """Sets the post-processor that puts these tokens around a text."""
+def surround(tokenizer: Tokenizer, before: Sequence[str], after: Sequence[str], *, apart: bool = True) -> None:
+    """Sets the post-processor that puts these tokens around a text.
+
+    ``apart``: the second text of a pair has those before it, too; BERT's has not.
+    """
     single = [*before, "$A", *after]
+    between = [f"{t}:1" for t in before] if apart else []
     tokenizer.post_processor = processors.TemplateProcessing(
         single=single,
-        pair=[*single, *(f"{t}:1" for t in before), "$B:1", *(f"{t}:1" for t in after)],
+        pair=[*single, *between, "$B:1", *(f"{t}:1" for t in after)],
         special_tokens=[(t, tokenizer.token_to_id(t)) for t in {*before, *after}],
     )

@@ -110,19 +110,32 @@ def architecture_of_type(model_type: str) -> str | None:
     )
 
 
+def model_type_of(architecture: str) -> str:
+    """The model_type of an architecture's config.json.
+
+    Raises:
+        UnsupportedModelError: there is no such architecture.
+    """
+    return _entry(architecture)[0]
+
+
 def network_class(architecture: str) -> type[Network]:
     """The network class of an architecture.
 
     Raises:
         UnsupportedModelError: there is none.
     """
+    _, module, name = _entry(architecture)
+    network: type[Network] = getattr(import_module(module), name)
+    return network
+
+
+def _entry(architecture: str) -> tuple[str, str, str]:
     base = find_base(architecture)
     if base is None:
         raise unsupported("architecture", architecture, supported_architectures())
     family = base.removesuffix("Model")
-    _, module, name = ENCODERS[family] if family in ENCODERS else (NETWORKS | _HEADS)[base]
-    network: type[Network] = getattr(import_module(module), name)
-    return network
+    return ENCODERS[family] if family in ENCODERS else (NETWORKS | _HEADS)[base]
 
 
 def make_network(config: ModelConfig, context: LayerContext) -> Network:
