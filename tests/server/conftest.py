@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.embedding_models import make_encoder
 from tests.server.running_server import TINY, Running, running
 from tests.special_model import make_special_model
 
@@ -27,6 +28,33 @@ def special_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("special") / "model"
     make_special_model(tiny_model, folder)
     with running(folder, folder.parent / "log", *TINY, "--served-model-name", "tiny") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def vector_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of a tiny encoder that gives vectors, with prompts and dimensions of its own."""
+    folder = tmp_path_factory.mktemp("vectors")
+    flags = (*TINY, "--served-model-name", "vectors", "--max-inputs-per-request", "512")
+    with running(make_encoder(folder / "model"), folder / "log", *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def pair_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of a tiny encoder that scores pairs of texts."""
+    folder = tmp_path_factory.mktemp("pairs")
+    model = make_encoder(folder / "model", labels=1)
+    with running(model, folder / "log", *TINY, "--served-model-name", "pairs") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def class_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of a tiny encoder that tells three classes apart."""
+    folder = tmp_path_factory.mktemp("classes")
+    model = make_encoder(folder / "model", labels=3)
+    with running(model, folder / "log", *TINY, "--served-model-name", "classes") as server:
         yield server
 
 

@@ -55,8 +55,9 @@ async def pool(request: Request, body: PoolingRequest) -> Response:
     service = service_of(request)
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
     model = await service.model(body.model)
-    able = service.tasks
-    task: PoolingTask = body.task or next((each for each in _BY_TOKEN_FIRST if each in able), "embed")
+    task = body.task
+    if task is None:
+        task = next((each for each in _BY_TOKEN_FIRST if each in service.tasks), "embed")
     service.require(task)
     params = PoolingParams(
         truncate_prompt_tokens=body.truncate_prompt_tokens,
