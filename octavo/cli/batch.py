@@ -51,9 +51,10 @@ a line of in.jsonl, and the line of out.jsonl that answers it:
   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Two and two make"}}
   {"id": "batch_req_...", "custom_id": "a", "response": {"status_code": 200, "body": {...}, ...}, ...}
 
-Each body is checked and answered as octavo serve would; url is /v1/completions or /v1/chat/completions. A request that
-cannot be served fails alone: the others are answered, and the exit code is 1. Answers come in any order. A run that was
-stopped, even by kill -9, goes on when the same command is given again: what out.jsonl holds is not answered again.
+Each body is checked and answered as octavo serve would; url is /v1/completions, /v1/chat/completions, /v1/embeddings,
+/v1/rerank or /v1/score. A request that cannot be served fails alone: the others are answered, and the exit code is 1.
+Answers come in any order. A run that was stopped, even by kill -9, goes on when the same command is given again: what
+out.jsonl holds is not answered again.
 """
 
 
