@@ -43,7 +43,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def vectors(llm: LLM, prompts: Sequence[Any], params: PoolingParams | None = None, **options: Any) -> list[bytes]:
     outputs = llm.encode(list(prompts), params, use_tqdm=False, **options)
-    errors = [error for output in outputs if (error := output.outputs.error)]  # type: ignore[union-attr]
+    errors = [error for output in outputs if (error := output.outputs.error)]
     assert not errors
     return [output.outputs.data.tobytes() for output in outputs]  # type: ignore[union-attr]
 
@@ -203,12 +203,12 @@ def test_a_language_model_judges_pairs(tiny_model: Path) -> None:
     longer: dict[str, Any] = {"max_position_embeddings": 512}
     overrides = longer | {"classifier_from_token": words}
     llm = LLM(str(tiny_model), task="score", hf_overrides=overrides, num_gpu_blocks_override=300)
-    no, yes = (llm.get_tokenizer().convert_tokens_to_ids(word) for word in words)
+    no, yes = (llm.get_tokenizer().encode(word, add_special_tokens=False)[0] for word in words)
     params = PoolingParams(truncate_prompt_tokens=-1)
     [output] = llm.score("river", "bank" * 20, pooling_params=params, use_tqdm=False)
     plain = LLM(str(tiny_model), hf_overrides=longer, num_gpu_blocks_override=300)
-    params = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=[no, yes])
-    place = plain.generate(output.prompt_token_ids, params, use_tqdm=False)[0].outputs[0].logprobs[0]
+    both = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=[no, yes])
+    [place] = plain.generate(output.prompt_token_ids, both, use_tqdm=False)[0].outputs[0].logprobs or []
     odds = np.exp(place[yes].logprob - place[no].logprob)
     assert abs(output.outputs.score - odds / (1 + odds)) < 1e-5  # type: ignore[union-attr]
     with pytest.raises(InvalidRequestError, match="cannot generate text; it can: score pairs"):
@@ -223,7 +223,8 @@ def test_a_language_model_judges_pairs(tiny_model: Path) -> None:
 def test_what_cannot_be_served_fails_alone(encoder: Path) -> None:
     llm = LLM(str(encoder), hf_overrides={"matryoshka_dimensions": [8, 16]})
     good = vectors(llm, ["abc"])[0]
-    outputs = llm.embed(["abc", "a" * 80, [5, 99_999], [], {"prompt_token_ids": [2, 3]}, "abc"], use_tqdm=False)
+    prompts: list[Any] = ["abc", "a" * 80, [5, 99_999], [], {"prompt_token_ids": [2, 3]}, "abc"]
+    outputs = llm.embed(prompts, use_tqdm=False)
     errors = [output.outputs.error for output in outputs]
     assert errors[0] is errors[4] is errors[5] is None
     assert "the prompt has 82 tokens, but the model takes at most 64" in str(errors[1])
@@ -270,7 +271,7 @@ def test_what_is_not_finite_is_an_error_that_names_the_layer(where: str, encoder
 def test_an_encoder_refuses_what_needs_generation(encoder: Path) -> None:
     for options in ({"enable_lora": True}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}):
         with pytest.raises(ConfigError, match="is for models that generate text"):
-            LLM(str(encoder), **options)  # type: ignore[arg-type]
+            LLM(str(encoder), **options)
     with pytest.raises(ConfigError, match="max_model_len \\(65\\) is longer than the model's context length"):
         LLM(str(encoder), max_model_len=65)
 

@@ -95,7 +95,7 @@ def test_an_encoder_gives_the_vectors_of_its_folder(tmp_path: Path) -> None:
     assert ours.front_end.pooling.tasks == ("embed", "token_embed", "score")
     for mine, its in zip(*(llm.embed(TEXTS, use_tqdm=False) for llm in (ours, theirs)), strict=True):
         assert mine.prompt_token_ids == its.prompt_token_ids
-        np.testing.assert_array_equal(mine.outputs.embedding, its.outputs.embedding)  # type: ignore[union-attr]
+        np.testing.assert_array_equal(mine.outputs.embedding, its.outputs.embedding)
     assert ours.get_tokenizer().encode_pair("ab", "c") == theirs.get_tokenizer().encode_pair("ab", "c")
 
 
@@ -117,7 +117,7 @@ def test_class_scores_of_a_file(tmp_path: Path) -> None:
     ours, theirs = (LLM(str(model), **options) for model in (file, folder))
     assert ours.front_end.files.model_config.labels == tuple(labels)
     for mine, its in zip(*(llm.classify(TEXTS, use_tqdm=False) for llm in (ours, theirs)), strict=True):
-        np.testing.assert_array_equal(mine.outputs.probs, its.outputs.probs)  # type: ignore[union-attr]
+        np.testing.assert_array_equal(mine.outputs.probs, its.outputs.probs)
 
 
 @pytest.mark.usefixtures("cached")
@@ -163,7 +163,7 @@ def test_an_encoder_with_rotary_positions(tmp_path: Path) -> None:
     options: dict[str, Any] = {"dtype": "float32", "quantization": "none"}
     ours, theirs = (LLM(str(model), **options) for model in (file, folder))
     for mine, its in zip(*(llm.embed(TEXTS, use_tqdm=False) for llm in (ours, theirs)), strict=True):
-        np.testing.assert_array_equal(mine.outputs.embedding, its.outputs.embedding)  # type: ignore[union-attr]
+        np.testing.assert_array_equal(mine.outputs.embedding, its.outputs.embedding)
 
 
 @pytest.mark.usefixtures("cached")
