@@ -20,6 +20,7 @@ from octavo.batch.result_files import BatchRowError, Result, ResultFile, new_id
 from octavo.cli.main import main
 from octavo.core.errors import OctavoError
 from tests.busy_machine import PATIENCE, eventually
+from tests.embedding_models import make_encoder
 from tests.server.running_server import Running
 
 FLAGS = ("--num-gpu-blocks-override", "400", "--num-threads", "1", "--max-num-seqs", "8")
@@ -39,14 +40,16 @@ REQUESTS = [
     row("too cold", prompt="Hello", temperature=-1, model="tiny"),
     row("too long", CHAT, messages=[{"role": "user", "content": "x" * 5000}]),
     row("no prompt", max_tokens=5),
+    row("vectors", "/v1/embeddings", input=["one", "two"], encoding_format="base64"),
+    row("ranking", "/v1/rerank", query="a", documents=["b"]),
 ]
 #: Lines that reach none, and what is said of them.
 BAD_LINES = [
     (json.dumps(row("put", method="PUT", prompt="a")), "put", "method must be 'POST', not 'PUT'"),
-    (json.dumps(row("embeddings", "/v1/embeddings", input="a")), "embeddings", "url must be one of /v1/chat"),
+    (json.dumps(row("files", "/v1/files", input="a")), "files", "url must be one of /v1/chat"),
     ('{"custom_id": "no body", "method": "POST", "url": "/v1/completions"}', "no body", "required field `body`"),
-    ('{"custom_id": 7, "method": "POST", "url": "/v1/completions", "body": {}}', None, "line 11: Expected `str`"),
-    ("Hello", None, "line 12: JSON is malformed"),
+    ('{"custom_id": 7, "method": "POST", "url": "/v1/completions", "body": {}}', None, "line 13: Expected `str`"),
+    ("Hello", None, "line 14: JSON is malformed"),
 ]
 
 
@@ -103,11 +106,11 @@ def test_the_summary_counts_every_row(folder: Path) -> None:
     summary = json.loads((folder / "summary").read_text())
     found = results(folder / "out.jsonl")
     assert len(found) == len({result["id"] for result in found}) == len(REQUESTS) + len(BAD_LINES) + 1
-    assert (summary["requests"], summary["skipped"], summary["failed"]) == (len(found), 0, len(found) - 3)
+    assert (summary["requests"], summary["skipped"], summary["failed"]) == (len(found), 0, len(found) - 4)
     used = [
         result["response"]["body"]["usage"] for result in found if (result["response"] or {}).get("status_code") == 200
     ]
-    assert summary["output_tokens"] == sum(usage["completion_tokens"] for usage in used) > 0
+    assert summary["output_tokens"] == sum(usage.get("completion_tokens", 0) for usage in used) > 0
     assert summary["prompt_tokens"] == sum(usage["prompt_tokens"] for usage in used)
 
 
@@ -242,3 +245,23 @@ def test_two_runs_do_not_write_to_one_file(tmp_path: Path, capsys: pytest.Captur
     finally:
         other.close()
     assert "another run writes to" in capsys.readouterr().err
+
+
+def test_vectors_and_scores_of_an_encoder(tmp_path: Path) -> None:
+    texts = ["a river", "bread"]
+    rows = [
+        row("vectors", "/v1/embeddings", input=texts, encoding_format="base64"),
+        row("ranking", "/v1/rerank", query="river", documents=texts),
+        row("scores", "/v1/score", text_1="river", text_2=texts),
+        row("text", prompt="a river"),
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code = run(make_encoder(tmp_path / "model"), tmp_path, "--json", str(tmp_path / "summary"))
+    assert code == 1, "an encoder does not generate"
+    found = {result["custom_id"]: result["response"] for result in results(tmp_path / "out.jsonl")}
+    assert [found[request["custom_id"]]["status_code"] for request in rows] == [200, 200, 200, 400]
+    scores = {entry["index"]: entry["relevance_score"] for entry in found["ranking"]["body"]["results"]}
+    assert [scores[0], scores[1]] == [entry["score"] for entry in found["scores"]["body"]["data"]]
+    summary = json.loads((tmp_path / "summary").read_text())
+    usage = sum(found[name]["body"]["usage"]["prompt_tokens"] for name in ("vectors", "ranking", "scores"))
+    assert (summary["prompt_tokens"], summary["output_tokens"], summary["failed"]) == (usage, 0, 1)
