@@ -14,8 +14,7 @@ from octavo.engine.chat_template import choose_template, load_chat_templates, re
 from octavo.engine.fill_in_middle import find_fill_in_middle, no_fill_in_middle
 from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
 from octavo.engine.tokenizer_calls import Encoding, TokenizerCalls, encoding_of
-from octavo.loader.tokenizer_backend import complete_backend, load_backend, named_tokens
-from octavo.loader.tokenizer_files import tokenizer_files
+from octavo.loader.tokenizer_backend import complete_backend, has_tokenizer, load_backend, named_tokens
 from octavo.models.config_files import check_architecture
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def find_tokenizer(options: EngineConfig, folder: Path) -> Tokenizer:
     template = read_chat_template(options.chat_template)
     if options.tokenizer is not None:
         return load_tokenizer(Path(options.tokenizer), template)
-    if options.load_format == "dummy" and not (folder / "tokenizer.json").is_file() and not tokenizer_files(folder):
+    if options.load_format == "dummy" and not has_tokenizer(folder):
         return NoTokenizer(folder)
     return load_tokenizer(folder, template)
 

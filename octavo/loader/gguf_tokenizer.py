@@ -39,7 +39,7 @@ def write_tokenizer(file: GGUFFile, folder: Path, vocab_size: int) -> None:
         tokenizer = _word_piece(data)
     config = _config(data)
     if data.kind == "bert":
-        surround(tokenizer, [config["cls_token"]], [config["sep_token"]], apart=False)
+        surround(tokenizer, [config["cls_token"]], [config["sep_token"]], between=[])
     else:
         before = [config["bos_token"]] if config["add_bos_token"] else []
         surround(tokenizer, before, [config["eos_token"]] if config["add_eos_token"] else [])

@@ -11,6 +11,7 @@ import tokenizers
 from octavo.core.errors import TokenizerError
 from octavo.loader.tokenizer_files import build_tokenizer, tokenizer_files
 from octavo.loader.tokenizer_parts import read_object, token_text
+from octavo.loader.word_piece import build_word_piece, word_piece_file
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -34,18 +35,26 @@ def load_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # the library raises plain Exception
             raise TokenizerError(f"{path} cannot be read: {e}") from e
+    elif (vocabulary := word_piece_file(folder)) is not None:
+        backend, config = build_word_piece(vocabulary, config)
     elif tokenizer_files(folder):
         backend, config = build_tokenizer(folder, config)
     else:
         there = sorted(p.name for p in folder.glob("*token*")) if folder.is_dir() else []
         found = f"there is {', '.join(there)}" if there else "and no other tokenizer"
         raise TokenizerError(
-            f"{folder} has no tokenizer.json ({found}), nor vocab.json with merges.txt, tokenizer.model or *.tiktoken; "
+            f"{folder} has no tokenizer.json ({found}), nor vocab.json with merges.txt, vocab.txt, "
+            "tokenizer.model or *.tiktoken; "
             "transformers writes one with AutoTokenizer.from_pretrained(...).save_pretrained(folder); "
             "measurements with load_format='dummy' need none"
         )
     complete_backend(backend, config)
     return backend, config
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether ``load_backend`` finds files to read in a folder."""
+    return (folder / "tokenizer.json").is_file() or bool(word_piece_file(folder) or tokenizer_files(folder))
 
 
 def complete_backend(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:

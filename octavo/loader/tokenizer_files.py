@@ -35,6 +35,8 @@ class _Family:
     tokens: Mapping[str, str] = field(default_factory=dict)
     adds_bos: bool = False
     adds_eos: bool = False
+    #: Whether the texts of a pair have two end tokens between them, and one segment.
+    doubles_end: bool = False
 
 
 _GPT2 = _Family("gpt-2", "gpt-2", dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END))
@@ -44,6 +46,15 @@ _OPT = _Family("gpt-2", None, dict.fromkeys(("bos_token", "eos_token", "unk_toke
 _QWEN2 = _Family("qwen2", "qwen2", dict.fromkeys(("eos_token", "pad_token"), _END))
 _COHERE = _Family("command-r", None, {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>"})
 #: SentencePiece, whose file says itself how text is cut, or the ranks of Llama 3.
+_ROBERTA = _Family(
+    "gpt-2",
+    None,
+    {**dict.fromkeys(("bos_token", "cls_token"), "<s>"), **dict.fromkeys(("eos_token", "sep_token"), "</s>")}
+    | {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"},
+    adds_bos=True,
+    adds_eos=True,
+    doubles_end=True,
+)
 _LLAMA = _Family(None, "llama-bpe", adds_bos=True)
 _T5 = _Family(adds_eos=True)
 
@@ -57,6 +68,7 @@ _CLASSES = {
     "LlamaTokenizer": _LLAMA,
     "CodeLlamaTokenizer": _LLAMA,
     "GemmaTokenizer": _LLAMA,
+    "RobertaTokenizer": _ROBERTA,
     "T5Tokenizer": _T5,
 }
 #: By ``model_type`` of config.json, where no class is given, or GPT-2's, which several families use.
@@ -65,6 +77,7 @@ _MODEL_TYPES = {
     **dict.fromkeys(("gpt_neox", "olmo", "olmoe", "mpt"), _NEOX),
     **dict.fromkeys(("gpt_bigcode", "starcoder2"), _STARCODER),
     "opt": _OPT,
+    "roberta": _ROBERTA,
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _QWEN2),
     **dict.fromkeys(("cohere", "cohere2"), _COHERE),
     **dict.fromkeys(("llama", "mistral", "mixtral", "phi3", "gemma", "gemma2", "gemma3", "gemma3_text"), _LLAMA),
@@ -283,4 +296,7 @@ def _surround(tokenizer: Tokenizer, family: _Family, config: Mapping[str, Any]) 
         token = token_text(config.get(f"{name}_token"))
         wanted = config.get(f"add_{name}_token", default) and token and tokenizer.token_to_id(token) is not None
         around.append([str(token)] if wanted else [])
-    surround(tokenizer, *around)
+    if family.doubles_end:
+        surround(tokenizer, *around, between=around[1], second=0)
+    else:
+        surround(tokenizer, *around)

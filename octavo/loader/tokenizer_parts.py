@@ -115,15 +115,22 @@ def byte_level_bpe(
     return tokenizer
 
 
-def surround(tokenizer: Tokenizer, before: Sequence[str], after: Sequence[str], *, apart: bool = True) -> None:
+def surround(
+    tokenizer: Tokenizer,
+    before: Sequence[str],
+    after: Sequence[str],
+    *,
+    between: Sequence[str] | None = None,
+    second: int = 1,
+) -> None:
     """Sets the post-processor that puts these tokens around a text.
 
-    ``apart``: the second text of a pair has those before it, too; BERT's has not.
+    ``between``: those before the second text of a pair, by default as before the first. ``second``: its segment.
     """
     single = [*before, "$A", *after]
-    between = [f"{t}:1" for t in before] if apart else []
+    between = before if between is None else between
     tokenizer.post_processor = processors.TemplateProcessing(
         single=single,
-        pair=[*single, *between, "$B:1", *(f"{t}:1" for t in after)],
-        special_tokens=[(t, tokenizer.token_to_id(t)) for t in {*before, *after}],
+        pair=[*single, *(f"{token}:{second}" for token in (*between, "$B", *after))],
+        special_tokens=[(t, tokenizer.token_to_id(t)) for t in {*before, *between, *after}],
     )
