@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from octavo import LLM, PoolingParams
 from octavo.cli import embed as embed_command
+from octavo.cli import rerank
 from octavo.cli.embed import embed
 from octavo.cli.text_rows import TextRow, TextSource
 from octavo.core.errors import ConfigError
@@ -251,3 +253,18 @@ def test_info_of_a_language_model_depends_on_the_task(
 ) -> None:
     assert octavo("info", tiny_model, "--task", task) == 0
     assert re.search(rf"tasks: +{tasks}\n", capsys.readouterr().out)
+
+
+def test_the_pages_program_and_commands_are_right(encoder: Path, capsys: Capture) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "embeddings.md").read_text(encoding="utf-8")
+    program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    exec(program.replace("all-minilm-l6-v2", str(encoder)), {})
+    assert capsys.readouterr().out.count("\n") == 5
+    commands = [
+        shlex.split(line) for line in (page + embed_command.EXAMPLE + rerank.EXAMPLE).splitlines()
+        if re.match(r"\s*octavo (embed|rerank)", line)
+    ]  # fmt: skip
+    assert len(commands) == 10
+    for _, name, *words in commands:
+        arguments = {"embed": embed_command, "rerank": rerank}[name].make_parser().read(words)
+        assert arguments.words[0] in ("all-minilm-l6-v2", "./my-reranker")
