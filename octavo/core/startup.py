@@ -84,7 +84,9 @@ class StartupFacts:
             *kernels,
             f"KV cache: {self._cache(cache)}, at most "
             f"{self.full_length_requests} requests of {self.max_model_len} tokens at once; "
-            f"{sum(group.num_host_blocks for group in self.groups)} host blocks ({host:.2f} GiB)",
+            f"{sum(group.num_host_blocks for group in self.groups)} host blocks ({host:.2f} GiB)"
+            if self.groups
+            else f"no KV cache: texts of up to {self.max_model_len} tokens are computed whole, each in one step",
             *([f"adapters: {self.workers[0].adapters}"] if self.workers[0].adapters else []),
             *([f"drafts: {self.workers[0].drafter}"] if self.workers[0].drafter else []),
             f"steps: at most {self.max_num_seqs} sequences run at once, {self.token_budget} tokens a step",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import shutil
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from octavo import LLM, AsyncLLM, ConfigError, InvalidRequestError, PoolingParams, SamplingParams
+from octavo.scheduler.policies import POLICIES
 from tests.embedding_models import MAX_TOKENS, make_encoder
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
@@ -291,3 +293,52 @@ def test_a_cancelled_request_leaves_nothing(encoder: Path) -> None:
             assert stats.num_running == stats.num_waiting == 0
 
     asyncio.run(run())
+
+
+# --- among other requests ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_order_vectors_too(policy: str, encoder: Path) -> None:
+    expected_bits = vectors(LLM(str(encoder)), TEXTS)
+    llm = LLM(str(encoder), scheduling_policy=policy, max_num_batched_tokens=32, max_num_seqs=4)
+    options: dict[str, Any] = {"user": [f"user {i % 3}" for i in range(len(TEXTS))]}
+    if POLICIES[policy].uses_priority:
+        options["priority"] = list(range(len(TEXTS)))
+    if POLICIES[policy].uses_targets:
+        options["ttft_target"] = 0.5
+    assert vectors(llm, TEXTS, **options) == expected_bits
+
+
+def test_decodes_go_on_beside_long_prompts_for_vectors(tiny_model: Path) -> None:
+    engine = LLM(str(tiny_model), max_num_batched_tokens=16, num_gpu_blocks_override=200).llm_engine
+    engine.add_request("g", "ab", SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0))
+    engine.step()
+    for i in range(3):
+        engine.add_request(f"v{i}", "abc"[i] * 200, PoolingParams(task="embed"))
+    tokens: list[int] = []
+    ended: set[str] = set()
+    while len(ended) < 3:
+        outputs = {output.request_id: output for output in engine.step()}
+        tokens.append(len(outputs["g"].outputs[0].token_ids))
+        ended |= {name for name in outputs if name != "g"}
+    assert len(tokens) > 30
+    assert all(after == before + 1 for before, after in itertools.pairwise(tokens)), "each step had its token"
+
+
+def test_an_encoder_sleeps_and_wakes(encoder: Path) -> None:
+    llm = LLM(str(encoder))
+    before = vectors(llm, TEXTS)
+    for level in (1, 2):
+        llm.sleep(level)
+        assert llm.is_sleeping and llm.wake_up() and vectors(llm, TEXTS) == before
+
+
+def test_statistics_of_an_encoder(encoder: Path) -> None:
+    llm = LLM(str(encoder))
+    vectors(llm, TEXTS)
+    stats = llm.stats()
+    assert stats.blocks_used == stats.blocks_free == stats.num_running == 0
+    assert {metric.name for metric in llm.get_metrics()}
+    facts = llm.core.startup
+    assert not facts.groups and any("no KV cache: texts of up to 64 tokens" in line for line in facts.lines())
