@@ -144,6 +144,8 @@ def test_responses_to_generated_requests_conform_to_openapi(tiny_server: Running
         "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens",
         "/completion", "/completions", "/infill", "/apply-template", "/props", "/slots", "/tokenizer_info",
         "/", "/health", "/version", "/metrics", "/reset_prefix_cache",
+        "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify", "/pooling",
+        "/embedding", "/embeddings",
     }  # fmt: skip
     guide = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
     for path, route in page["paths"].items():
@@ -151,6 +153,18 @@ def test_responses_to_generated_requests_conform_to_openapi(tiny_server: Running
         for method in route.values():
             assert method["description"] and "422" not in method["responses"]
     run_schemathesis(tiny_server, "--max-examples", "8", "--phases", "examples,fuzzing")
+
+
+def test_responses_of_encoders_conform_to_openapi(
+    vector_server: Running, pair_server: Running, class_server: Running
+) -> None:
+    by_task = (
+        (vector_server, "/v1/embeddings|/pooling|/embedding"),
+        (pair_server, "rerank|score"),
+        (class_server, "/classify|/v1/chat/completions"),
+    )
+    for server, paths in by_task:
+        run_schemathesis(server, "--max-examples", "12", "--phases", "examples,fuzzing", "--include-path-regex", paths)
 
 
 @pytest.mark.slow
