@@ -105,7 +105,7 @@ def run(arguments: Arguments) -> int:
     apply_verbosity(arguments)
     config = read_engine_config(arguments, take_model(arguments, more_words=True))
     source = make_source(arguments.words, arguments.input, arguments.column, "--input")
-    check_output(arguments.output)
+    check_output(arguments.output, source.file)
     try:
         params = PoolingParams(
             task="embed", dimensions=arguments.dimensions, truncate_prompt_tokens=read_truncate(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,6 +99,7 @@ class TextSource:
             first = next(lines, None)
             if first is None:
                 return
+            first = first.removeprefix(codecs.BOM_UTF8)
             is_json = file.endswith((".jsonl", ".ndjson")) or (not file.endswith(".txt") and _is_object(first))
             for index, line in enumerate(chain([first], lines), start):
                 yield self._from_json(index, line) if is_json else _from_text(index, line)

@@ -117,14 +117,17 @@ class Parquet(VectorFile):
             self._rows.clear()
 
 
-def check_output(path: Path | None) -> None:
-    """Refuses an output that cannot be written, before a model is loaded for it.
+def check_output(path: Path | None, read: str | None) -> None:
+    """Refuses an output that cannot be written, before a model is loaded for it; ``read``: the file of the texts.
 
     Raises:
-        ConfigError: its suffix says no format, its folder does not exist, or pyarrow is needed and not installed.
+        ConfigError: its suffix says no format, its folder does not exist, it is the file that is read, or pyarrow is
+            needed and not installed.
     """
     if path is None:
         return
+    if read not in (None, "-") and path.exists() and path.samefile(read):
+        raise ConfigError(f"--output {path} is the file of the texts, which it would replace while it is read")
     if path.suffix not in (".npy", ".jsonl", ".ndjson", ".parquet"):
         raise ConfigError(f"--output {path}: the name must end in .npy, .jsonl or .parquet")
     check_folder(path, "--output")

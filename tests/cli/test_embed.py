@@ -122,6 +122,8 @@ def test_texts_come_from_a_pipe(octavo: Run, capsys: Capture, encoder: Path) -> 
         assert octavo("embed", encoder, "--num-threads", 1, *flags, stdin=stdin) == 0
         outs.append(capsys.readouterr().out)
     assert outs[0] == outs[1] and outs[0].count("\n") == 2
+    assert octavo("embed", encoder, "--num-threads", 1, stdin=b"\xef\xbb\xbf" + objects.encode()) == 0
+    assert capsys.readouterr().out == outs[0]
     assert octavo("embed", encoder, "--num-threads", 1, stdin="") == 0
     assert capsys.readouterr().out == ""
 
@@ -152,6 +154,8 @@ def test_parquet_says_what_to_install(
 def test_a_wrong_call_is_refused_before_the_model_is_loaded(
     octavo: Run, capsys: Capture, encoder: Path, cross_encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    texts = tmp_path / "in.jsonl"
+    texts.write_text('"a"\n')
     monkeypatch.setattr("octavo.engine.llm_engine.LLMEngine.__init__", lambda *_: pytest.fail("it was loaded"))
     for words, said in (
         ((encoder, "a", "--dimensions", HIDDEN_SIZE + 1), f"not {HIDDEN_SIZE + 1}"),
@@ -162,6 +166,7 @@ def test_a_wrong_call_is_refused_before_the_model_is_loaded(
         ((encoder, "a", "--output", tmp_path / "none" / "x.npy"), "no folder"),
         ((encoder, "--input", tmp_path / "none.txt"), "no such file"),
         ((cross_encoder, "a"), "cannot embed"),
+        ((encoder, "--input", texts, "--output", tmp_path / ".." / tmp_path.name / "in.jsonl"), "is the file of the"),
     ):
         assert octavo("embed", *words) == 2
         assert said in capsys.readouterr().err
