@@ -15,7 +15,9 @@ from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestMetrics, RequestOutput
+    from octavo.core.pooling_outputs import PoolingRequestOutput
     from octavo.server.metrics import RequestObserver
+    from octavo.server.pooling.pooling_observer import PoolingObserver
 
 
 class Tracer:
@@ -47,7 +49,10 @@ class Tracer:
         self._tracer = self._provider.get_tracer("octavo", __version__)
 
     def record(
-        self, output: RequestOutput, observer: RequestObserver, headers: Mapping[str, str] | None = None
+        self,
+        output: RequestOutput | PoolingRequestOutput,
+        observer: RequestObserver | PoolingObserver,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Records the spans of a request that has ended.
 
@@ -84,7 +89,9 @@ class Tracer:
         """Exports the remaining spans and stops."""
         self._provider.shutdown()
 
-    def _attributes(self, output: RequestOutput, observer: RequestObserver) -> dict[str, Any]:
+    def _attributes(
+        self, output: RequestOutput | PoolingRequestOutput, observer: RequestObserver | PoolingObserver
+    ) -> dict[str, Any]:
         times = output.metrics
         found = {
             "gen_ai.response.id": output.request_id,

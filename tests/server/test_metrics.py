@@ -466,6 +466,24 @@ def test_spans_of_a_request() -> None:
     assert all(span.parent.span_id == request.context.span_id for name, span in spans.items() if span is not request)
 
 
+def test_spans_of_a_vector() -> None:
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    tracer, now = Tracer("m", exporter=exporter), time.monotonic()
+    done = pooled(arrival_time=now - 1, first_scheduled_time=now - 0.9, finished_time=now)
+    with PoolingObserver(Metrics("m"), "embed") as observer:
+        observer.update(done, "length")
+    tracer.record(done, observer)
+    tracer.shutdown()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert set(spans) == {"octavo.request", "octavo.queue", "octavo.prefill"}
+    attributes = spans["octavo.request"].attributes
+    assert attributes is not None and attributes["gen_ai.usage.input_tokens"] == 5
+    assert attributes["gen_ai.usage.output_tokens"] == 0
+    assert attributes["gen_ai.response.finish_reasons"] == ("stop",)
+
+
 def test_spans_reach_a_collector() -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the extra tracing (make test-all)")
     received: list[tuple[str, bytes]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types import EmbeddingCreateParams
 from safetensors.torch import load_file, save_file
 
+from octavo.server.field_marks import marks_of
+from octavo.server.pooling.pooled_fields import EmbeddingRequest, RerankRequest
 from tests.embedding_models import make_encoder
 from tests.server.running_server import TINY, Running, running
 
@@ -204,6 +208,24 @@ def test_a_result_that_is_no_number_is_an_error_that_names_input_and_layer(broke
     )
     assert error["code"] == "result_not_finite"
     assert broken_server.metric("octavo_pooling_requests_finished_total", reason="error", task="embed") >= 1
+
+
+def test_every_field_of_openai_is_known_and_those_of_others_are_named() -> None:
+    of_openai = set(EmbeddingCreateParams.__annotations__)
+    assert of_openai <= {name for name, mark in marks_of(EmbeddingRequest).items() if mark is None}
+    of_cohere = set(inspect.signature(pytest.importorskip("cohere").ClientV2.rerank).parameters)
+    assert of_cohere - {"self", "request_options"} <= set(RerankRequest.model_fields)
+
+
+def test_a_policy_that_looks_at_priorities_is_given_them_and_deadlines_end_requests(tmp_path: Path) -> None:
+    flags = (*TINY, "--scheduling-policy", "static", "--request-timeout", "0.3", "--max-num-seqs", "1")
+    with running(make_encoder(tmp_path / "model"), tmp_path / "log", *flags) as server:
+        with server.http() as http:
+            assert http.post(VECTORS, json={"input": "a", "priority": -3.5, "user": "me"}).status_code == 200
+        body = {"input": ["x" * 60] * 2000}
+        error = refused(server, VECTORS, body, None, "request_timeout", status=503)
+        assert error["code"] == "request_timeout"
+        server.wait_until_idle()
 
 
 def test_a_full_queue_is_told_with_the_time_to_wait(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_what_a_body_becomes_is_bounded_at_every_step() -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("/v1/embeddings", "no embeddings"),
+        ("/embed", "/v1/embeddings"),
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/health", "/health"),
         ("/v1/chat/completion", "/v1/chat/completions"),

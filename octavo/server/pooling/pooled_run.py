@@ -150,6 +150,8 @@ class PooledRun:
             end = stream.request.completions[0].output
             observer.update(output, str(end.finish_reason))
             service.queue.observe(output)
+            if service.tracer is not None:
+                service.tracer.record(output, observer, self.request.headers)
             self._raise_if_failed(each, output, end)
         found: PoolingRequestOutput = output
         return found

@@ -16,6 +16,9 @@ class PoolingObserver:
         self._metrics, self._task = metrics, task
         self._adapter = None if adapter is None else metrics.adapter_label(adapter)
         self._ended = False
+        #: Tokens that were generated, and finish reasons, as ``RequestObserver`` has them.
+        self.num_tokens = 0
+        self.finish_reasons: dict[int, str] = {}
 
     def update(self, output: PoolingRequestOutput, reason: str) -> None:
         """Counts its output, and the reason of its end."""
@@ -35,6 +38,7 @@ class PoolingObserver:
 
     def _end(self, reason: str) -> None:
         self._ended = True
+        self.finish_reasons[0] = reason
         self._metrics.finished(reason).inc()
         self._metrics.pooled_finished(self._task, reason).inc()
         if self._adapter is not None:

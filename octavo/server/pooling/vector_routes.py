@@ -55,9 +55,7 @@ async def pool(request: Request, body: PoolingRequest) -> Response:
     service = service_of(request)
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
     model = await service.model(body.model)
-    task = body.task
-    if task is None:
-        task = next((each for each in _BY_TOKEN_FIRST if each in service.tasks), "embed")
+    task = body.task or _by_token(service)
     service.require(task)
     params = PoolingParams(
         truncate_prompt_tokens=body.truncate_prompt_tokens,
@@ -97,6 +95,10 @@ async def classify(request: Request, body: ClassificationRequest) -> Response:
         return encode_list(entries, run.response_fields())
 
     return await run.respond(answer, deadline)
+
+
+def _by_token(service: Service) -> PoolingTask:
+    return next((task for task in _BY_TOKEN_FIRST if task in service.tasks), "embed")
 
 
 def _prompt_name(service: Service, body: EmbeddingRequest) -> str | None:
