@@ -178,7 +178,7 @@ class Tile {
       const int32_t end = static_cast<int32_t>(range.end - piece_begin);
       const int32_t first = begin / kLanes * kLanes, last = (end - 1) / kLanes * kLanes;
       float* scores = scores_ + row * kPiece;
-      if (kScaled || a_.soft_cap > 0.0f || a_.alibi) {
+      if (kScaled || a_.soft_cap > 0.0f || a_.alibi || a_.bias) {
         const auto distance = static_cast<int32_t>(piece_begin - (sight_.first_position + row / group_));
         finish_scores(a_, head_of(row), distance, kScaled ? key_scales_ : nullptr, scores, first, end);
       }

@@ -80,6 +80,10 @@ struct Attention {
   float soft_cap;      // scores become cap * tanh(score / cap); 0: they do not
   const float* alibi;  // [heads] or null: slope * (position of key - position of query) is added to scores
   bool causal;         // a token sees none after it
+  // [heads, bias_stride] or null: bias[bias_reach + position of key - position of query] is added to scores. A few rows of
+  // registers behind the last are read.
+  const float* bias;
+  int64_t bias_stride, bias_reach;
 
   // How many tokens before it and after it a token sees at most.
   int64_t before() const { return window > 0 ? window - (causal ? 1 : 0) : kAll; }

@@ -62,11 +62,13 @@ OCTAVO_INLINE float largest(const float* scores, int32_t begin, int32_t end) {
 OCTAVO_INLINE void finish_scores(const Attention& a, int64_t head, int32_t distance, const float* scales, float* scores,
                                  int32_t begin, int32_t end) {
   const float slope = a.alibi ? a.alibi[head] * kLog2e : 0.0f;
+  const float* bias = a.bias ? a.bias + head * a.bias_stride + a.bias_reach + distance : nullptr;
   for (int32_t i = begin; i < end; i += kLanes) {
     F32 s = load(scores + i);
     if (scales) s *= load(scales + i);
     if (a.soft_cap > 0.0f) s = soft_capped(s, a.soft_cap) * kLog2e;
     if (a.alibi) s = fma(__builtin_convertvector(counting() + (i + distance), F32), splat(slope), s);
+    if (bias) s = fma(load(bias + i), splat(kLog2e), s);
     store(scores + i, s);
   }
 }

@@ -26,6 +26,33 @@ from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.kernels.sampling import SamplingBackend
 
 
+class PositionBias:
+    """Numbers that are added to scores by distance, float32 [heads, 2 * reach + 1 and some zeros]; written in place.
+
+    Number ``reach + d`` of a head is for keys whose position is that of the query and d.
+    """
+
+    #: Numbers that kernels may read behind the last.
+    PADDING = 64
+
+    def __init__(self, values: np.ndarray, reach: int) -> None:
+        self.values, self.reach = values, reach
+
+    @classmethod
+    def zeros(cls, heads: int, reach: int) -> PositionBias:
+        """For positions of up to ``reach`` from each other."""
+        return cls(np.zeros((heads, 2 * reach + 1 + cls.PADDING), np.float32), reach)
+
+    def of_heads(self, heads: slice) -> PositionBias:
+        """Those of some heads, over the same memory."""
+        return PositionBias(self.values[heads], self.reach)
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Numbers from one head to the next, and ``reach``."""
+        return self.values.shape[1], self.reach
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """The attention of a layer."""
@@ -42,6 +69,8 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] | None = None
     #: Whether a token attends to no later token. If not, it attends to the whole context, or to its window.
     causal: bool = True
+    #: Relative position bias (Raffel et al. 2020, section 2.1), after the soft cap; of the query heads of this rank.
+    bias: PositionBias | None = None
     #: Over a latent cache: a token's value is the first ``value_dim`` numbers of its key.
     value_dim: int | None = None
 

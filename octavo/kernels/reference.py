@@ -346,6 +346,10 @@ def _weights(scores: Tensor, distance: Tensor, beyond: Tensor, spec: AttentionSp
     if spec.alibi_slopes is not None:
         slopes = torch.tensor(spec.alibi_slopes, device=scores.device).view(scores.shape[-4:-2])
         scores = scores.add_(slopes[..., None, None] * distance)
+    if spec.bias is not None:
+        table = torch.from_numpy(spec.bias.values).to(scores.device).view(*scores.shape[-4:-2], 1, -1)
+        index = (distance + spec.bias.reach).clamp(0, 2 * spec.bias.reach).expand(scores.shape)
+        scores = scores.add_(table.expand(*scores.shape[:-1], -1).gather(-1, index))
     if spec.after is not None:
         beyond = beyond | (distance > spec.after)
     if spec.before is not None:

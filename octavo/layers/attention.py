@@ -59,6 +59,8 @@ class Attention(Layer):
         if spec.alibi_slopes is not None:
             own = spec.alibi_slopes[columns.start // head_dim : columns.stop // head_dim]
             spec = replace(spec, alibi_slopes=own)
+        if spec.bias is not None:
+            spec = replace(spec, bias=spec.bias.of_heads(slice(columns.start // head_dim, columns.stop // head_dim)))
         self.spec = spec
         context.kernels.check_attention(spec)
         self.rotary = rotary

@@ -57,6 +57,7 @@ ENCODERS = {
     "Bert": ("bert", "octavo.models.bert", "BertModel"),
     "Camembert": ("camembert", "octavo.models.bert", "RobertaModel"),
     "DistilBert": ("distilbert", "octavo.models.bert", "DistilBertModel"),
+    "MPNet": ("mpnet", "octavo.models.mpnet", "MPNetModel"),
     "ModernBert": ("modernbert", "octavo.models.modernbert", "ModernBertModel"),
     "NomicBert": ("nomic_bert", "octavo.models.nomic_bert", "NomicBertModel"),
     "Roberta": ("roberta", "octavo.models.bert", "RobertaModel"),

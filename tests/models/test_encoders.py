@@ -37,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DistilBert": {"vocab_size": 101, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 6},
     "ModernBert": {**SHAPE, **SPECIAL, "num_hidden_layers": 4, "local_attention": 8, "cls_token_id": 1},
     "NomicBert": SHAPE,
+    "MPNet": {**SHAPE, "pad_token_id": 1},
     "Llama": {**SHAPE, **SPECIAL, "num_key_value_heads": 2},
     "Qwen3": {**SHAPE, **SPECIAL, "num_key_value_heads": 2, "head_dim": 8},
     "Gemma2": {**SHAPE, **SPECIAL, "num_key_value_heads": 2, "head_dim": 8},
@@ -128,6 +129,16 @@ def test_segments_of_a_pair(family: str, tmp_path: Path) -> None:
     for mine, each in zip(ours, types, strict=True):
         assert_close(mine, theirs(model, list(range(3, 13)), token_type_ids=torch.tensor([each])))
     assert not np.allclose(ours[0], ours[2])
+
+
+def test_buckets_of_distances() -> None:
+    from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+    from octavo.layers.relative_bias import buckets_of
+
+    distance = np.arange(-600, 601)
+    theirs = MPNetEncoder.relative_position_bucket(torch.from_numpy(distance), num_buckets=32).numpy()
+    np.testing.assert_array_equal(buckets_of(distance, 32, 128), theirs)
 
 
 def test_where_a_classifier_pools(tmp_path: Path) -> None:

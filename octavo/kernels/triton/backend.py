@@ -195,6 +195,8 @@ class TritonKernels(TorchKernels):
             raise UnsupportedModelError(
                 "the triton kernels have no multi-head latent attention; use kernels='reference'"
             )
+        if spec.bias is not None:
+            raise UnsupportedModelError("the triton kernels have no relative position bias; use kernels='reference'")
         if not spec.causal:
             raise UnsupportedModelError("the triton kernels have causal attention only; use kernels='reference'")
 
