@@ -153,7 +153,12 @@ def octavo_embed(arguments: argparse.Namespace, dtype: str) -> tuple[Embed, Call
 
     kind = {"dtype": "bfloat16", "quantization": "int8"} if dtype == "int8" else {"dtype": dtype}
     llm = LLM(str(arguments.folder), **kind)  # type: ignore[arg-type]
-    return lambda texts: np.array([o.outputs.embedding for o in llm.embed(texts, use_tqdm=False)]), lambda: None
+
+    def embed(texts: list[str]) -> Any:
+        outputs: list[Any] = llm.embed(texts, use_tqdm=False)
+        return np.array([output.outputs.embedding for output in outputs])
+
+    return embed, lambda: None
 
 
 def torch_embed(arguments: argparse.Namespace, dtype: str) -> tuple[Embed, Callable[[], None]]:
