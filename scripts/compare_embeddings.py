@@ -250,15 +250,14 @@ def onnx_model(arguments: argparse.Namespace, dtype: str) -> Path:
 
 
 def llama_embed(arguments: argparse.Namespace, dtype: str) -> tuple[Embed, Callable[[], None]]:
-    """Lists of 64 texts, two at a time, of its server."""
+    """One text at a time by 32 clients of its server, which was faster than lists of texts."""
     import numpy as np
 
     server = Server(llama_command(arguments, dtype))
 
     def embed(texts: list[str]) -> Any:
-        lists = [texts[i : i + 64] for i in range(0, len(texts), 64)]
-        answers = asyncio.run(server.ask([{"input": part} for part in lists], clients=2))
-        return np.array([row["embedding"] for answer, _ in answers for row in answer["data"]], np.float32)
+        answers = asyncio.run(server.ask([{"input": text} for text in texts], clients=32))
+        return np.array([answer["data"][0]["embedding"] for answer, _ in answers], np.float32)
 
     return embed, server.close
 
@@ -398,7 +397,7 @@ def measure_served(arguments: argparse.Namespace, name: str, texts: list[str]) -
         command = llama_command(arguments, dtype)
     else:
         kind = ["--dtype", "bfloat16", "--quantization", "int8"] if dtype == "int8" else ["--dtype", dtype]
-        command = [sys.executable, "-m", "octavo", "serve", str(arguments.folder), *kind]
+        command = [sys.executable, "-m", "octavo", "serve", str(arguments.folder), "--served-model-name", "m", *kind]
     try:
         server = Server(command)
     except RuntimeError as e:
@@ -425,7 +424,7 @@ def compare(work: Path, offline: dict[str, Any]) -> None:
     """Prints the least and the mean cosine with torch's vectors in float32."""
     import numpy as np
 
-    if not (work / "torch-float32.npy").exists():
+    if "error" in offline.get("torch-float32", {"error": "not run"}):
         return
     expected = np.load(work / "torch-float32.npy")
     for name, found in offline.items():
