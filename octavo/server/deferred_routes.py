@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Sequence
 
 from fastapi import FastAPI
@@ -16,13 +18,19 @@ class DeferredRoutes(BaseRoute):
         """``make`` adds the routes with these ``paths`` to the application."""
         self.paths = frozenset(paths)
         self._app, self._make = app, make
+        self._lock = threading.Lock()
         app.router.routes.append(self)
 
+    @property
+    def _is_waiting(self) -> bool:
+        return self in self._app.router.routes
+
     def make(self) -> None:
-        """Makes the routes, unless that is done."""
-        if self in self._app.router.routes:
-            self._app.router.routes.remove(self)
-            self._make()
+        """Makes the routes, unless that is done; from any thread."""
+        with self._lock:
+            if self._is_waiting:
+                self._make()
+                self._app.router.routes.remove(self)  # until here it stands before them
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """See ``BaseRoute``."""
@@ -30,8 +38,9 @@ class DeferredRoutes(BaseRoute):
         return (Match.FULL if is_one else Match.NONE), {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Makes the routes and passes the request on to its own."""
-        self.make()
+        """Makes the routes beside the event loop, which takes 0.1 s, and passes the request on to its own."""
+        if self._is_waiting:
+            await asyncio.to_thread(self.make)
         await self._app.router(scope, receive, send)
 
 

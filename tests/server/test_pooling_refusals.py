@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,15 @@ def test_what_a_model_lacks_is_refused_by_name(
 ) -> None:
     for name in servers:
         refused(request.getfixturevalue(name), path, fields, "model", words, "it can: ")
+
+
+def test_a_model_that_generates_may_be_told_to_embed_alone(serve: Callable[..., Running]) -> None:
+    server = serve("--task", "embed", "--served-model-name", "tiny")
+    refused(server, "/v1/completions", {"prompt": "a"}, "model", "'tiny'", "cannot generate text")
+    with server.http() as http:
+        assert http.get("/v1/models").json()["data"][0]["tasks"] == ["embed", "token_embed", "score"]
+        ranked = http.post("/v1/rerank", json={"query": "a", "documents": ["b", "a"]}).json()["results"]
+    assert ranked[0]["index"] == 1 and abs(ranked[0]["relevance_score"] - 1.0) < 1e-6
 
 
 def test_methods_and_near_addresses_of_these_routes(vector_server: Running) -> None:
