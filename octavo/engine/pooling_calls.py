@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -142,7 +142,8 @@ class PoolingCalls(ABC):
         """How well texts fit, as ``ScoringOutput``: of one text with each of several, or of pairs.
 
         A cross-encoder or a language model as a judge (``task="score"``) reads both texts of a pair; vectors of other
-        models are compared. ``prompt_token_ids`` of an output are those of both texts.
+        models are compared, that of a text in several pairs being computed once. ``prompt_token_ids`` of an output are
+        those of both texts.
 
         Raises:
             InvalidRequestError: the numbers of texts differ, a text cannot be served, or the model cannot score.
@@ -155,17 +156,35 @@ class PoolingCalls(ABC):
             first *= len(second)
         if len(first) != len(second):
             raise InvalidRequestError(f"{len(first)} texts cannot be scored with {len(second)}: give one, or as many")
-        pooling = self.front_end.pooling
-        params = pooling.score_params(pooling_params)
-        pairs = [pooling.pair_prompts(a, b, params.truncate_prompt_tokens) for a, b in zip(first, second, strict=True)]
-        prompts: Rendered = [(prompt, None) for pair in pairs for prompt in pair]
-        options = options_for_each("score", keywords, len(prompts))
-        outputs = iter(self._run(prompts, [params] * len(prompts), use_tqdm, options, single=False))
-        return [self._scored([next(outputs) for _ in pair], single) for pair in pairs]
+        self.front_end.pooling.require("score")
+        params = self.front_end.pooling.score_params(pooling_params)
+        prompts: Rendered = []
+        options: list[RequestOptions] = []
+        places: dict[object, int] = {}
+        of_pair: list[list[int]] = []
+        each = options_for_each("score", keywords, len(first))
+        for query, document, own in zip(first, second, each, strict=True):
+            of_pair.append([])
+            for prompt, error in self._pair(query, document, params):
+                place = places.setdefault((_identity(prompt), id(own)), len(prompts))
+                if place == len(prompts):
+                    prompts.append((prompt, error))
+                    options.append(own)
+                of_pair[-1].append(place)
+        outputs = self._run(prompts, [params] * len(prompts), use_tqdm, options, single=False)
+        return [self._scored([outputs[place] for place in pair], single) for pair in of_pair]
+
+    def _pair(self, query: str, document: str, params: PoolingParams) -> Rendered:
+        """What is computed of a pair."""
+        try:
+            prompts = self.front_end.pooling.pair_prompts(query, document, params.truncate_prompt_tokens)
+        except InvalidRequestError as e:
+            return [([], e)]
+        return [(prompt, None) for prompt in prompts]
 
     def _scored(self, outputs: list[PoolingRequestOutput], single: bool) -> PoolingRequestOutput:
         """The output of a pair, made of those of its prompts."""
-        first = outputs[0]
+        last = outputs[-1]  # the one that is of this pair alone
         try:
             scored = ScoringOutput(self.front_end.pooling.score(outputs))
         except InvalidRequestError as e:
@@ -174,7 +193,7 @@ class PoolingCalls(ABC):
             scored = ScoringOutput(float("nan"), str(e))
         ids = [token for output in outputs for token in output.prompt_token_ids]
         text = " ".join(output.prompt or "" for output in outputs)
-        return PoolingRequestOutput(first.request_id, scored, text, ids, first.metrics)
+        return PoolingRequestOutput(last.request_id, scored, text, ids, last.metrics)
 
     def rerank(
         self, query: str, documents: Sequence[str], *, top_n: int | None = None, use_tqdm: Bar = True, **keywords: Any
@@ -223,6 +242,15 @@ class PoolingCalls(ABC):
             except InvalidRequestError as e:
                 rendered.append((prompt, e))
         return self._run(rendered, each, use_tqdm, options_for_each(method, keywords, len(many)), single)
+
+
+def _identity(prompt: Prompt) -> object:
+    """What tells a text from others; token ids, which are of one pair alone, are told apart as they are."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, Mapping) or "prompt_token_ids" in prompt:
+        return id(prompt)
+    return tuple(prompt.items())
 
 
 def _for_task(params: PoolingParams, task: PoolingTask) -> PoolingParams:

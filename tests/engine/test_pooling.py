@@ -171,6 +171,37 @@ def test_a_cross_encoder_reads_both_texts(judge: Path) -> None:
         llm.score(["a", "b"], documents)
 
 
+def test_a_query_is_computed_once_where_vectors_are_compared(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, documents = LLM(str(encoder)), ["a bed", "cab dad", "fig", "a bed"]
+    alone = [llm.score("deaf", document, use_tqdm=False)[0] for document in documents]
+    computed: list[Any] = []
+    add = llm.add_request
+
+    def counting(request_id: str, prompt: Any, *args: Any, **options: Any) -> None:
+        computed.append(prompt)
+        add(request_id, prompt, *args, **options)
+
+    monkeypatch.setattr(llm, "add_request", counting)
+    together = llm.score("deaf", documents, use_tqdm=False, priority=0)
+    assert [output.outputs for output in together] == [output.outputs for output in alone]
+    assert [output.prompt_token_ids for output in together] == [output.prompt_token_ids for output in alone]
+    assert [computed.count(each) for each in computed] == [1] * 4
+    assert llm.score("deaf", documents, use_tqdm=False, user=["a", "b", "a", "b"])[3].outputs == alone[3].outputs
+
+
+@pytest.mark.parametrize("kind", ["encoder", "judge"])
+def test_a_bad_pair_fails_alone(kind: str, request: pytest.FixtureRequest) -> None:
+    llm = LLM(str(request.getfixturevalue(kind)))
+    documents: list[Any] = ["a bed", "a b " * 50, None, "fig"]
+    outputs = [output.outputs for output in llm.score("deaf", documents, use_tqdm=False)]
+    good = [output.outputs for output in llm.score("deaf", ["a bed", "fig"], use_tqdm=False)]
+    assert [outputs[0], outputs[3]] == good
+    assert "at most 64" in str(outputs[1].error) and "must be text, not None" in str(outputs[2].error)
+    assert len(llm.score("deaf", ["a b " * 50], use_tqdm=False)) == 1
+    with pytest.raises(InvalidRequestError, match="at most 64"):
+        llm.score("deaf", "a b " * 50, use_tqdm=False)
+
+
 def test_a_long_pair_is_cut_as_other_libraries_cut_it(judge: Path) -> None:
     from transformers import AutoTokenizer
 
