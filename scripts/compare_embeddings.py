@@ -358,8 +358,15 @@ class Server:
                 data = json.dumps({"model": "m", **body}).encode()
                 head = "POST /v1/embeddings HTTP/1.1\r\nHost: l\r\nContent-Type: application/json\r\n"
                 start = time.perf_counter()
-                writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-                answer = await read_answer(reader)
+                for last in (False, True):
+                    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+                    try:
+                        answer = await read_answer(reader)
+                        break
+                    except (asyncio.IncompleteReadError, ConnectionError):  # some end a connection after many requests
+                        if last:
+                            raise
+                        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 26)
                 answers[i] = json.loads(answer), time.perf_counter() - start
                 if "data" not in answers[i][0]:
                     raise ValueError(answer[:300])
