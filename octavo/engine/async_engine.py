@@ -18,7 +18,6 @@ from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, I
 from octavo.core.messages import NO_REPLY, Abort, Call, StepDone, Stop, Unpin
 from octavo.core.model_config import ModelConfig
 from octavo.core.outputs import RequestOutput
-from octavo.core.pooling_outputs import PoolingRequestOutput
 from octavo.core.pooling_params import PoolingParams
 from octavo.core.prompts import Prompt
 from octavo.core.request import EngineCoreRequest
@@ -231,24 +230,6 @@ class AsyncEngine:
         # Nothing is awaited below: the adapter stays loaded until the request counts as its user.
         self._check_accepts("a request")
         return self._send(self.front_end.add(request_id, prompt, params, options, adapter, kind))
-
-    async def pool(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: PoolingParams,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        **keywords: Any,
-    ) -> PoolingRequestOutput:
-        """The vector or scores of a prompt, as ``PoolingOutput``; if this is cancelled, the request is aborted.
-
-        Raises:
-            InvalidRequestError, AdapterError, EngineDeadError, EngineStateError: as for ``submit``.
-        """
-        stream = await self.submit(request_id, prompt, params, options, streaming=False, **keywords)
-        with contextlib.closing(stream):
-            output: Any = await anext(stream)
-        return output
 
     def _check_accepts(self, what: str) -> None:
         self.check_alive()

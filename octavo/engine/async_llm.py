@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from octavo.core.adapters import LoRARequest
 from octavo.core.errors import ConfigError, EngineStateError, OctavoError
 from octavo.core.messages import Unpin
+from octavo.core.pooling_outputs import PoolingRequestOutput
+from octavo.core.pooling_params import PoolingParams
 from octavo.core.prompts import Prompt
+from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.stats import SchedulerStats, sum_stats
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.shared_prefixes import SharedPrefix, request_id_of
@@ -37,6 +41,24 @@ class AsyncLLM(AsyncEngine):
         """The model's tokenizer."""
         await self.ready()
         return self.tokenizer
+
+    async def pool(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: PoolingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        **keywords: Any,
+    ) -> PoolingRequestOutput:
+        """The vector or scores of a prompt, as ``PoolingOutput``; if this is cancelled, the request is aborted.
+
+        Raises:
+            InvalidRequestError, AdapterError, EngineDeadError, EngineStateError: as for ``submit``.
+        """
+        stream = await self.submit(request_id, prompt, params, options, streaming=False, **keywords)
+        with contextlib.closing(stream):
+            output: Any = await anext(stream)
+        return output
 
     # --- adapters ---------------------------------------------------------------------------------------------------
 

@@ -69,10 +69,10 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] | None = None
     #: Whether a token attends to no later token. If not, it attends to the whole context, or to its window.
     causal: bool = True
-    #: Relative position bias (Raffel et al. 2020, section 2.1), after the soft cap; of the query heads of this rank.
-    bias: PositionBias | None = None
     #: Over a latent cache: a token's value is the first ``value_dim`` numbers of its key.
     value_dim: int | None = None
+    #: Relative position bias (Raffel et al. 2020, section 2.1), after the soft cap; of the query heads of this rank.
+    bias: PositionBias | None = None
 
     @property
     def before(self) -> int | None:
