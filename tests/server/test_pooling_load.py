@@ -88,5 +88,7 @@ def test_nothing_is_lost(server: Running) -> None:
     assert server.metric(name, task="embed", reason="stop") >= inputs["embed"]
     assert server.metric("octavo_requests_finished_total", reason="length") == inputs["generate"]
     assert server.metric("octavo_requests_finished_total", reason="error") == 0
-    assert server.metric("octavo_http_responses_total", route="/v1/embeddings", code="200") == counts["embed"]
+    # Some answers to clients that left were written before the server knew it.
+    answered = server.metric("octavo_http_responses_total", route="/v1/embeddings", code="200")
+    assert counts["embed"] <= answered <= counts["embed"] + counts["leave"]
     print(counts, inputs)
