@@ -262,7 +262,7 @@ def _nomic(m: Metadata) -> dict[str, Any]:
     rope = m.rope()
     if rope.pop("rope_type") != "default":
         raise UnsupportedModelError(f"{m.file.path}: scaled rotary positions of {m.arch} are not supported")
-    return _encoder(m) | {"rope_parameters": rope}
+    return _encoder(m) | {"rope_parameters": rope, "hidden_act": "silu"}
 
 
 def _falcon(m: Metadata) -> dict[str, Any]:

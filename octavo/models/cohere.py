@@ -27,6 +27,8 @@ class CohereForCausalLM(GPTDecoder):
     def __init__(self, config: CohereConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         rotated = config.head_dim
+        # Vectors and class scores are made of the norm itself.
+        scale = config.logit_scale if config.head == "lm" else 1.0
         self.checkpoint_map = (
             *GPT_NAMES,
             Permute(r"\.q_proj\.(weight|bias)$", halve_pairs(config.num_heads, rotated)),
@@ -34,7 +36,7 @@ class CohereForCausalLM(GPTDecoder):
             # The head is linear in the norm before it, so that its scale is the logits'.
             Transform(
                 r"^model\.norm\.weight$",
-                lambda weight: weight * np.float32(config.logit_scale),
+                lambda weight: weight * np.float32(scale),
             ),
         )
 

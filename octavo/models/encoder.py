@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
@@ -201,5 +201,16 @@ class Encoder(Network):
 
 
 def encoder_fields(reader: ConfigReader, **names: str) -> dict[str, Any]:
-    """Fields of ``EncoderConfig`` that all families have; ``names`` as for ``decoder_fields``."""
+    """Fields of ``EncoderConfig`` that all families have; ``names`` as for ``decoder_fields``.
+
+    Raises:
+        UnsupportedModelError: tokens see those before them alone, or rotary positions are scaled.
+    """
+    for name in ("is_decoder", "causal", "add_cross_attention"):
+        if reader.flag(name):
+            raise UnsupportedModelError(f"{reader.file}: {name}=true is not supported for encoders")
+    rope = reader.table("rope_parameters")
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if part.get("rope_type", "default") != "default":
+            raise UnsupportedModelError(f"{reader.file}: rope_type {part['rope_type']!r} is not supported for encoders")
     return {"qkv_bias": True, "o_bias": True, "mlp_bias": True, **decoder_fields(reader, **names)}

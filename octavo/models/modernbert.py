@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import RopeConfig
 from octavo.kernels.interface import AttentionSpec
 from octavo.layers.attention import Attention
@@ -69,6 +70,8 @@ class ModernBertModel(Encoder):
             every = reader.positive("global_attn_every_n_layers", 3)
             types = ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
         window = reader.positive("local_attention", 128) // 2
+        if not window:
+            raise UnsupportedModelError(f"{reader.file}: local_attention must be at least 2, not 1")
         return ModernBertConfig(
             architecture=architecture,
             max_position=longest,

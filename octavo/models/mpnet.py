@@ -46,8 +46,7 @@ class MPNetModel(Encoder):
     def read_config(cls, architecture: str, reader: ConfigReader) -> MPNetConfig:
         """The facts of a config.json."""
         rows = reader.positive("max_position_embeddings")
-        padding = reader.raw.get("pad_token_id")
-        first = 1 + (padding if isinstance(padding, int) else 1)
+        first = 2  # whatever pad_token_id says, as in transformers
         return MPNetConfig(
             architecture=architecture,
             max_position=rows - first,

@@ -33,6 +33,10 @@ _FIXED = {
     "mlp_fc1_bias": (False,),
     "mlp_fc2_bias": (False,),
     "activation_function": ("swiglu",),
+    "hidden_act": ("silu", "swiglu"),
+    "rotary_scaling_factor": (None, 1, 1.0),
+    "moe_every_n_layers": (None, 0),
+    "num_experts": (None, 0),
 }
 
 

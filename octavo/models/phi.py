@@ -12,7 +12,7 @@ from octavo.models.gpt import GPT_NAMES, GPTConfig, GPTDecoder
 class PhiForCausalLM(GPTDecoder):
     """Phi-1 to Phi-2."""
 
-    checkpoint_map = (*GPT_NAMES, Rename(r"^model\.final_layernorm\.", "model.norm."))
+    checkpoint_map = (*GPT_NAMES, Rename(r"^(model\.)?final_layernorm\.", "model.norm."))
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:

@@ -191,6 +191,31 @@ def test_a_checkpoint_of_nomic_before_transformers_had_it(tmp_path: Path) -> Non
         read_model_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("Bert", {"is_decoder": True}),
+        ("Roberta", {"is_decoder": True}),
+        ("NomicBert", {"hidden_act": "gelu"}),
+        ("NomicBert", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}}),
+        ("ModernBert", {"local_attention": 1}),
+    ],
+)
+def test_settings_that_are_not_computed_are_refused(family: str, values: dict[str, Any], tmp_path: Path) -> None:
+    save(tmp_path, family, "Model")
+    edit_config(tmp_path, **values)
+    with pytest.raises(UnsupportedModelError, match=r"supported|at least 2"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "values"), [("Cohere", {"logit_scale": 0.0625}), ("Phi", {})])
+def test_decoders_without_a_head(family: str, values: dict[str, Any], tmp_path: Path) -> None:
+    FAMILIES.setdefault(family, {**SHAPE, **SPECIAL})
+    model = save(tmp_path, family, "Model", **values)
+    for mine, prompt in zip(results(tmp_path, "token_embed"), PROMPTS, strict=True):
+        assert_close(mine, theirs(model, prompt))
+
+
 def test_one_class_is_a_score_and_several_are_not(tmp_path: Path) -> None:
     config = transformers.BertConfig(**SHAPE, num_labels=1)
     transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
