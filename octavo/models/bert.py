@@ -46,30 +46,9 @@ class BertModel(Encoder):
         kind = reader.raw.get("position_embedding_type") or "absolute"
         if kind != "absolute":
             raise UnsupportedModelError(f"position_embedding_type={kind!r} is not supported; supported: absolute")
-        rows = reader.positive("max_position_embeddings")
+        rows, first = reader.positive("max_position_embeddings"), cls.first_position(reader)
         return EncoderConfig(
-            max_position=rows,
-            position_rows=rows,
-            type_rows=reader.positive("type_vocab_size", 2),
-            intermediate_size=reader.positive("intermediate_size"),
-            layer_norm_eps=reader.number("layer_norm_eps", 1e-12),
-            activation=read_activation(reader, "hidden_act", "gelu"),
-            dense_activation="tanh",
             architecture=architecture,
-            **encoder_fields(reader),
-        )
-
-
-class RobertaModel(BertModel):
-    """As BERT, with positions that begin behind the padding token's."""
-
-    @classmethod
-    def read_config(cls, architecture: str, reader: ConfigReader) -> EncoderConfig:
-        """The facts of a config.json."""
-        rows = reader.positive("max_position_embeddings")
-        padding = reader.raw.get("pad_token_id")
-        first = 1 + (padding if isinstance(padding, int) else 1)
-        return EncoderConfig(
             max_position=rows - first,
             position_rows=rows,
             position_offset=first,
@@ -78,9 +57,23 @@ class RobertaModel(BertModel):
             layer_norm_eps=reader.number("layer_norm_eps", 1e-12),
             activation=read_activation(reader, "hidden_act", "gelu"),
             dense_activation="tanh",
-            architecture=architecture,
             **encoder_fields(reader),
         )
+
+    @classmethod
+    def first_position(cls, reader: ConfigReader) -> int:
+        """The row of the table of positions that is position 0."""
+        return 0
+
+
+class RobertaModel(BertModel):
+    """As BERT, with positions that begin behind the padding token's."""
+
+    @classmethod
+    def first_position(cls, reader: ConfigReader) -> int:
+        """See ``BertModel``."""
+        padding = reader.raw.get("pad_token_id")
+        return 1 + (padding if isinstance(padding, int) else 1)
 
 
 class DistilBertModel(BertModel):

@@ -21,7 +21,6 @@ from octavo.layers.context import LayerContext
 from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.layer import Layer
 from octavo.layers.norm import LayerNorm, RMSNorm
-from octavo.layers.rope import RotaryTable
 from octavo.layers.vocabulary import ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
 from octavo.models.network import Network, ResidualReader
@@ -56,7 +55,6 @@ class Decoder(Network):
         self.is_first, self.is_last = stage.start == 0, stage.stop == config.num_layers
         if self.is_first or (self.is_last and tied):
             self.embed_tokens = self.attach("model.embed_tokens", VocabParallelEmbedding(context, vocab, width))
-        self._rotary_tables: list[tuple[ModelConfig, RotaryTable]] = []
         self.layers = [self.attach(f"model.layers.{i}", self.make_layer(i, config, context)) for i in stage]
         self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
         if self.is_last:
@@ -81,24 +79,6 @@ class Decoder(Network):
     def embedding_size(self, config: Any) -> int:
         """Width of the embedding and of the head's input."""
         return int(config.hidden_size)
-
-    def rotary_table(self, config: ModelConfig, context: LayerContext) -> RotaryTable:
-        """The table of ``config.rope``, which layers with equal configurations share."""
-        for known, table in self._rotary_tables:
-            if known == config:
-                return table
-        table = RotaryTable(config, context.kernels, context.positions)
-        self._rotary_tables.append((config, table))
-        return table
-
-    def position_bytes(self) -> int:
-        """Bytes of a row of all rotary tables."""
-        return sum(table.position_bytes for _, table in self._rotary_tables)
-
-    def extend_positions(self, positions: int) -> None:
-        """Computes the rotary tables anew if they are shorter."""
-        for _, table in self._rotary_tables:
-            table.extend(positions)
 
     def set_virtual_tokens(self, first: int, embeddings: np.ndarray) -> None:
         """See ``Network``."""

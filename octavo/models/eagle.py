@@ -21,7 +21,6 @@ from octavo.layers.context import LayerContext
 from octavo.layers.layer import Layer
 from octavo.layers.linear import ConcatQKVParallelLinear, ReplicatedConcatLinear
 from octavo.layers.norm import RMSNorm
-from octavo.layers.rope import RotaryTable
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
 from octavo.models.config_reader import ConfigReader
@@ -55,19 +54,10 @@ class EagleHead(Network):
             self.embed_tokens = self.attach("embed_tokens", embedding)
         fc = ReplicatedConcatLinear(context, config.fc_inputs, config.hidden_size, config.fc_bias)
         self.fc = self.attach("fc", fc)
-        self.rotary_table = RotaryTable(config, context.kernels, context.positions)
 
     def attach_target(self, target: Decoder) -> None:
         """Sets the model whose embedding, and in EAGLE-1 head, it shares."""
         self._target = target
-
-    def position_bytes(self) -> int:
-        """Bytes of a row of its rotary table."""
-        return self.rotary_table.position_bytes
-
-    def extend_positions(self, positions: int) -> None:
-        """Computes the rotary table anew if it is shorter."""
-        self.rotary_table.extend(positions)
 
     def make_reader(self) -> FeatureReader | None:
         """What is to read the residual stream of a step; None if the features are the hidden states."""
@@ -120,7 +110,9 @@ class EagleForCausalLM(EagleHead):
         super().__init__(config, context)
         self.layers: list[DecoderLayer] = []
         for index in range(config.num_layers):
-            attention = Attention(config, context, AttentionSpec(config.head_dim**-0.5), self.rotary_table)
+            attention = Attention(
+                config, context, AttentionSpec(config.head_dim**-0.5), self.rotary_table(config, context)
+            )
             if index:
                 layer: DecoderLayer = LlamaLayer(config, context, attention, make_mlp(config, context))
             else:
@@ -203,7 +195,9 @@ class Eagle3ForCausalLM(EagleHead):
 
     def __init__(self, config: EagleConfig, context: LayerContext) -> None:
         super().__init__(config, context)
-        attention = ConcatAttention(config, context, AttentionSpec(config.head_dim**-0.5), self.rotary_table)
+        attention = ConcatAttention(
+            config, context, AttentionSpec(config.head_dim**-0.5), self.rotary_table(config, context)
+        )
         self.layer = self.attach("midlayer", MidLayer(config, context, attention))
         self.kv_specs = [attention.kv_spec]
         self.norm = self.attach("norm", RMSNorm(context, config.hidden_size, config.rms_norm_eps))

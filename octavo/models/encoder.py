@@ -22,7 +22,6 @@ from octavo.layers.context import LayerContext
 from octavo.layers.layer import Layer
 from octavo.layers.mlp import MLP, GatedMLP
 from octavo.layers.norm import LayerNorm
-from octavo.layers.rope import RotaryTable
 from octavo.layers.vocabulary import PositionEmbedding, VocabParallelEmbedding
 from octavo.models.config_reader import ConfigReader, decoder_fields
 from octavo.models.network import Network, ResidualReader
@@ -105,7 +104,6 @@ class Encoder(Network):
             self.embed_types = self.attach("model.embed_types", PositionEmbedding(context, config.type_rows, width))
         if config.embedding_norm:
             self.embed_norm = self.attach("model.embed_norm", self.make_norm(context))
-        self._rotary: list[tuple[ModelConfig, RotaryTable]] = []
         self.layers = [self.attach(f"model.layers.{i}", self.make_layer(i, context)) for i in range(config.num_layers)]
         self.kv_specs = []
         self.workspace = replace(self.layers[0].attention.kv_spec, kind="full", window=None)
@@ -150,23 +148,6 @@ class Encoder(Network):
             context, config.hidden_size, len(config.labels), dense=dense, dense_bias=config.dense_bias, norm=norm
         )
 
-    def rotary_table(self, config: ModelConfig, context: LayerContext) -> RotaryTable:
-        """The table of ``config.rope``, which layers with equal configurations share."""
-        for known, table in self._rotary:
-            if known == config:
-                return table
-        self._rotary.append((config, RotaryTable(config, context.kernels, context.positions)))
-        return self._rotary[-1][1]
-
-    def position_bytes(self) -> int:
-        """Bytes of a row of all rotary tables."""
-        return sum(table.position_bytes for _, table in self._rotary)
-
-    def extend_positions(self, positions: int) -> None:
-        """Computes the rotary tables anew if they are shorter."""
-        for _, table in self._rotary:
-            table.extend(positions)
-
     def embed(self, token_ids: Array) -> Array:
         """Token ids int64 [T] to the stream float32 [T, E], without positions and segments."""
         return self.embed_tokens(token_ids)
@@ -195,9 +176,7 @@ class Encoder(Network):
 
     def scores(self, rows: Array) -> Array:
         """See ``Network``."""
-        if self.head is None:
-            return super().scores(rows)
-        return self.head(rows)
+        return super().scores(rows) if self.head is None else self.head(rows)
 
 
 def encoder_fields(reader: ConfigReader, **names: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.layers.context import LayerContext
 from octavo.layers.layer import Layer
+from octavo.layers.rope import RotaryTable
 from octavo.models.checkpoint import CheckpointEntry
 from octavo.models.config_reader import ConfigReader
 
@@ -62,17 +63,29 @@ class Network(Layer, ABC):
         """Creates the layers, without weights, and ``kv_specs``."""
         super().__init__()
         self.config = config
+        self._rotary_tables: list[tuple[ModelConfig, RotaryTable]] = []
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """The whole shapes of the tensors that are not loaded yet, by their names."""
         return {name: layer.expected[shard] for name, layer, shard in self.tensors()}
 
+    def rotary_table(self, config: ModelConfig, context: LayerContext) -> RotaryTable:
+        """The table of ``config.rope``, which layers with equal configurations share."""
+        for known, table in self._rotary_tables:
+            if known == config:
+                return table
+        table = RotaryTable(config, context.kernels, context.positions)
+        self._rotary_tables.append((config, table))
+        return table
+
     def position_bytes(self) -> int:
-        """Bytes that each position of the context takes in tables of positions, such as that of rotary embeddings."""
-        return 0
+        """Bytes that each position of the context takes in the rotary tables."""
+        return sum(table.position_bytes for _, table in self._rotary_tables)
 
     def extend_positions(self, positions: int) -> None:
-        """Makes the tables of positions long enough for sequences of so many tokens, before steps are recorded."""
+        """Makes the rotary tables long enough for sequences of so many tokens, before steps are recorded."""
+        for _, table in self._rotary_tables:
+            table.extend(positions)
 
     def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Array:
         """The batch's tokens to hidden states [T, E], for a network of one stage; writes keys and values."""
