@@ -24,7 +24,7 @@ from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, js
 from octavo.cli.text_rows import TextRow, TextSource
 from octavo.cli.vector_files import check_output, open_output
 from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
-from octavo.core.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from octavo.core.pooling_outputs import Pooled, PoolingOutput
 from octavo.core.pooling_params import PoolingParams
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _check(files: ModelFiles, params: PoolingParams, prompt_name: str | None) ->
 
 def embed(
     engine: LLMEngine, rows: Iterable[TextRow], params: PoolingParams, prompt_name: str | None = None
-) -> Iterator[tuple[TextRow, PoolingRequestOutput]]:
+) -> Iterator[tuple[TextRow, Pooled]]:
     """The output of each row, in order, each as soon as it and those before it have ended; a bad row fails alone.
 
     Rows are taken from ``rows`` as others end, so that a bounded number of them is held.
@@ -204,9 +204,7 @@ def embed(
         yield from _next(engine, waiting, outputs)
 
 
-def _next(
-    engine: LLMEngine, waiting: deque[TextRow], outputs: dict[str, Any]
-) -> Iterator[tuple[TextRow, PoolingRequestOutput]]:
+def _next(engine: LLMEngine, waiting: deque[TextRow], outputs: dict[str, Any]) -> Iterator[tuple[TextRow, Pooled]]:
     """Steps until the first row that waits has ended; that and those after it that have ended too."""
     while (first := str(waiting[0].index)) not in outputs:
         if not engine.has_unfinished_requests():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from octavo.core.outputs import RequestMetrics
 
@@ -55,12 +55,16 @@ class ScoringOutput:
     error: str | None = None
 
 
+Result = TypeVar("Result", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+Other = TypeVar("Other", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
 @dataclass(slots=True)
-class PoolingRequestOutput:
-    """The output of a request; ``outputs`` is one of the kinds above."""
+class PoolingRequestOutput(Generic[Result]):
+    """The output of a request; ``outputs`` is of the kind that the method which gives it says."""
 
     request_id: str
-    outputs: PoolingOutput | EmbeddingOutput | ClassificationOutput | ScoringOutput
+    outputs: Result
     prompt: str | None
     prompt_token_ids: list[int]
     metrics: RequestMetrics
@@ -70,3 +74,13 @@ class PoolingRequestOutput:
     def num_cached_tokens(self) -> int:
         """Prompt tokens whose KV entries were found instead of computed."""
         return self.metrics.num_cached_tokens
+
+    def with_result(self, result: Other) -> PoolingRequestOutput[Other]:
+        """The same request's output with what a method makes of the result."""
+        return PoolingRequestOutput(
+            self.request_id, result, self.prompt, self.prompt_token_ids, self.metrics, self.finished
+        )
+
+
+#: As the engine gives it.
+Pooled: TypeAlias = PoolingRequestOutput[PoolingOutput]

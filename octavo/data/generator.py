@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import ConfigError
 from octavo.core.outputs import RequestOutput
-from octavo.core.pooling_outputs import EmbeddingOutput
 from octavo.core.pooling_params import PoolingParams
 from octavo.core.sampling_params import SamplingParams
 
@@ -111,7 +110,7 @@ class Generator:
         outputs = self._llm.embed(
             prompts, pooling_params=vectors.pooling_params, prompt_name=vectors.prompt_name, use_tqdm=False
         )
-        results = [cast(EmbeddingOutput, output.outputs) for output in outputs]
+        results = [output.outputs for output in outputs]
         return [RowAnswer(None if each.error else each.embedding, each.error) for each in results]
 
     def __call__(self, table: pa.Table) -> pa.Table:

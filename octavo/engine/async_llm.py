@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from octavo.core.adapters import LoRARequest
 from octavo.core.errors import ConfigError, EngineStateError, OctavoError
 from octavo.core.messages import Unpin
-from octavo.core.pooling_outputs import PoolingRequestOutput
+from octavo.core.pooling_outputs import Pooled
 from octavo.core.pooling_params import PoolingParams
 from octavo.core.prompts import Prompt
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
@@ -49,7 +49,7 @@ class AsyncLLM(AsyncEngine):
         params: PoolingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
         **keywords: Any,
-    ) -> PoolingRequestOutput:
+    ) -> Pooled:
         """The vector or scores of a prompt, as ``PoolingOutput``; if this is cancelled, the request is aborted.
 
         Raises:

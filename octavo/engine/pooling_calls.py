@@ -12,7 +12,7 @@ from octavo.core.errors import InvalidRequestError, OctavoError
 from octavo.core.pooling_outputs import (
     ClassificationOutput,
     EmbeddingOutput,
-    PoolingOutput,
+    Pooled,
     PoolingRequestOutput,
     ScoringOutput,
 )
@@ -51,7 +51,7 @@ class PoolingCalls(ABC):
         use_tqdm: Bar = True,
         pooling_task: PoolingTask | None = None,
         **keywords: Any,
-    ) -> list[PoolingRequestOutput]:
+    ) -> list[Pooled]:
         """What the model makes of prompts, as ``PoolingOutput``: ``data`` is float32.
 
         >>> llm.encode("Some text", pooling_task="token_embed")[0].outputs.data.shape
@@ -77,7 +77,7 @@ class PoolingCalls(ABC):
         pooling_params: PoolingParamsOfEach = None,
         prompt_name: str | None = None,
         **keywords: Any,
-    ) -> list[PoolingRequestOutput]:
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """A vector of each prompt, as ``EmbeddingOutput``.
 
         >>> llm = LLM("all-minilm-l6-v2")
@@ -90,10 +90,7 @@ class PoolingCalls(ABC):
         """
         check_request_keywords("embed", keywords)
         outputs = self._pool("embed", prompts, pooling_params, "embed", use_tqdm, keywords, prompt_name)
-        for output in outputs:
-            data = cast(PoolingOutput, output.outputs)
-            output.outputs = EmbeddingOutput(data.data.tolist(), data.error)
-        return outputs
+        return [o.with_result(EmbeddingOutput(o.outputs.data.tolist(), o.outputs.error)) for o in outputs]
 
     def classify(
         self,
@@ -102,7 +99,7 @@ class PoolingCalls(ABC):
         use_tqdm: Bar = True,
         pooling_params: PoolingParamsOfEach = None,
         **keywords: Any,
-    ) -> list[PoolingRequestOutput]:
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """The class scores of each prompt, as ``ClassificationOutput``; the names are ``model_config.labels``.
 
         Raises:
@@ -110,10 +107,7 @@ class PoolingCalls(ABC):
         """
         check_request_keywords("classify", keywords)
         outputs = self._pool("classify", prompts, pooling_params, "classify", use_tqdm, keywords)
-        for output in outputs:
-            data = cast(PoolingOutput, output.outputs)
-            output.outputs = ClassificationOutput(data.data.tolist(), data.error)
-        return outputs
+        return [o.with_result(ClassificationOutput(o.outputs.data.tolist(), o.outputs.error)) for o in outputs]
 
     def reward(
         self,
@@ -122,7 +116,7 @@ class PoolingCalls(ABC):
         use_tqdm: Bar = True,
         pooling_params: PoolingParamsOfEach = None,
         **keywords: Any,
-    ) -> list[PoolingRequestOutput]:
+    ) -> list[Pooled]:
         """The scores of each token of prompts, of a reward model: ``encode`` with ``token_classify``.
 
         Raises:
@@ -138,7 +132,7 @@ class PoolingCalls(ABC):
         use_tqdm: Bar = True,
         pooling_params: PoolingParams | None = None,
         **keywords: Any,
-    ) -> list[PoolingRequestOutput]:
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """How well texts fit, as ``ScoringOutput``: of one text with each of several, or of pairs.
 
         A cross-encoder or a language model as a judge (``task="score"``) reads both texts of a pair; vectors of other
@@ -182,7 +176,7 @@ class PoolingCalls(ABC):
             return [([], e)]
         return [(prompt, None) for prompt in prompts]
 
-    def _scored(self, outputs: list[PoolingRequestOutput], single: bool) -> PoolingRequestOutput:
+    def _scored(self, outputs: list[Pooled], single: bool) -> PoolingRequestOutput[ScoringOutput]:
         """The output of a pair, made of those of its prompts."""
         last = outputs[-1]  # the one that is of this pair alone
         try:
@@ -210,10 +204,9 @@ class PoolingCalls(ABC):
         outputs = self.score(query, documents, use_tqdm=use_tqdm, **keywords)
         scores = []
         for index, output in enumerate(outputs):
-            scored = cast(ScoringOutput, output.outputs)
-            if scored.error is not None:
-                raise InvalidRequestError(f"document {index}: {scored.error}")
-            scores.append((index, scored.score))
+            if output.outputs.error is not None:
+                raise InvalidRequestError(f"document {index}: {output.outputs.error}")
+            scores.append((index, output.outputs.score))
         return sorted(scores, key=lambda pair: -pair[1])[:top_n]
 
     def _pool(
@@ -225,7 +218,7 @@ class PoolingCalls(ABC):
         use_tqdm: Bar,
         keywords: dict[str, Any],
         prompt_name: str | None = None,
-    ) -> list[PoolingRequestOutput]:
+    ) -> list[Pooled]:
         pooling = self.front_end.pooling
         if task is not None:
             pooling.require(task)

@@ -11,7 +11,7 @@ import msgspec
 from octavo.core.adapters import AdapterRef
 from octavo.core.errors import InvalidRequestError
 from octavo.core.model_tasks import model_tasks
-from octavo.core.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from octavo.core.pooling_outputs import Pooled
 from octavo.core.pooling_params import PoolingParams, PoolingTask
 from octavo.core.prompts import Prompt
 from octavo.core.request import EngineCoreRequest, Pool
@@ -116,7 +116,7 @@ class PoolingInputs:
         """Whether a pair is scored by comparing vectors."""
         return self.config.head == "lm" and self._judge is None
 
-    def score(self, outputs: Sequence[PoolingRequestOutput]) -> float:
+    def score(self, outputs: Sequence[Pooled]) -> float:
         """The score of a pair, of the outputs of its prompts.
 
         Raises:
@@ -124,7 +124,6 @@ class PoolingInputs:
         """
         rows = []
         for output in outputs:
-            assert isinstance(output.outputs, PoolingOutput)
             if output.outputs.error is not None:
                 raise InvalidRequestError(output.outputs.error)
             rows.append(output.outputs.data)

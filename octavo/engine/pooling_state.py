@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.core.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from octavo.core.pooling_outputs import Pooled, PoolingOutput, PoolingRequestOutput
 from octavo.core.request import Pool
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.output_processor import RequestState
@@ -17,7 +17,7 @@ NO_SAMPLING = SamplingParams(max_tokens=0, seed=0, detokenize=False)
 class PoolingState(RequestState):
     """A request whose output is what was made of its prompt; it has one, at its end."""
 
-    def _take_new(self) -> PoolingRequestOutput:
+    def _take_new(self) -> Pooled:
         """The output."""
         import numpy as np  # a server that generates does without
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from octavo.core.errors import InvalidRequestError, OctavoError
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from octavo.core.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from octavo.core.pooling_outputs import Pooled, PoolingOutput, PoolingRequestOutput
 from octavo.core.pooling_params import PoolingParams
 
 
@@ -26,7 +26,7 @@ def is_single(name: str, value: object, first: type, forms: str) -> bool:
     raise InvalidRequestError(f"{name} must be {forms}, not {value!r}")
 
 
-def refused(request_id: str, prompt: Any, params: object, error: OctavoError) -> RequestOutput | PoolingRequestOutput:
+def refused(request_id: str, prompt: Any, params: object, error: OctavoError) -> RequestOutput | Pooled:
     """The output of a request with these parameters that was refused."""
     now = time.monotonic()
     metrics = RequestMetrics(arrival_time=now, finished_time=now)

@@ -15,7 +15,7 @@ from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestMetrics, RequestOutput
-    from octavo.core.pooling_outputs import PoolingRequestOutput
+    from octavo.core.pooling_outputs import Pooled
     from octavo.server.metrics import RequestObserver
     from octavo.server.pooling.pooling_observer import PoolingObserver
 
@@ -50,7 +50,7 @@ class Tracer:
 
     def record(
         self,
-        output: RequestOutput | PoolingRequestOutput,
+        output: RequestOutput | Pooled,
         observer: RequestObserver | PoolingObserver,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class Tracer:
         self._provider.shutdown()
 
     def _attributes(
-        self, output: RequestOutput | PoolingRequestOutput, observer: RequestObserver | PoolingObserver
+        self, output: RequestOutput | Pooled, observer: RequestObserver | PoolingObserver
     ) -> dict[str, Any]:
         times = output.metrics
         found = {

@@ -48,7 +48,7 @@ def llm(encoder: Path) -> LLM:
 
 def vectors(llm: LLM, texts: list[Any], **options: Any) -> np.ndarray:
     outputs = llm.embed(texts, use_tqdm=False, **options)
-    return np.array([output.outputs.embedding for output in outputs], np.float32)  # type: ignore[union-attr]
+    return np.array([output.outputs.embedding for output in outputs], np.float32)
 
 
 def json_lines(text: str) -> list[dict[str, Any]]:

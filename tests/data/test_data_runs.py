@@ -90,7 +90,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def embeddings(model: Path, texts: list[Any], **options: Any) -> list[list[float]]:
     outputs = LLM(model, num_threads=1).embed(texts, use_tqdm=False, **options)
-    return [output.outputs.embedding for output in outputs]  # type: ignore[union-attr]
+    return [output.outputs.embedding for output in outputs]
 
 
 def test_vectors_are_made_of_texts_and_token_ids_and_others_fail_alone(encoder: Path, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def reference(texts: list[str]) -> np.ndarray:
 
 
 def vectors(llm: LLM, texts: list[str]) -> np.ndarray:
-    return np.array([output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)])  # type: ignore[union-attr]
+    return np.array([output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)])
 
 
 @pytest.mark.slow  # fetches 84 MB once

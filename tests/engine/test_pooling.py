@@ -47,7 +47,7 @@ def vectors(llm: LLM, prompts: Sequence[Any], params: PoolingParams | None = Non
     outputs = llm.encode(list(prompts), params, use_tqdm=False, **options)
     errors = [error for output in outputs if (error := output.outputs.error)]
     assert not errors
-    return [output.outputs.data.tobytes() for output in outputs]  # type: ignore[union-attr]
+    return [output.outputs.data.tobytes() for output in outputs]
 
 
 def pooled_as(kind: str, model: Path, folder: Path) -> Path:
@@ -122,7 +122,7 @@ def test_replicas_and_another_process_give_the_same_bits(encoder: Path) -> None:
         async with AsyncLLM(str(encoder), data_parallel_size=2) as llm:
             params = PoolingParams(task="embed")
             outputs = await asyncio.gather(*(llm.pool(f"{i}", text, params) for i, text in enumerate(TEXTS * 4)))
-            return [output.outputs.data.tobytes() for output in outputs]  # type: ignore[union-attr]
+            return [output.outputs.data.tobytes() for output in outputs]
 
     assert asyncio.run(served()) == alone * 4
 
@@ -141,12 +141,12 @@ def test_each_kind_of_pooling(kind: str, tiny_model: Path, tmp_path: Path) -> No
     for output in llm.encode(TEXTS[:6], RAW, use_tqdm=False):
         with torch.inference_mode():
             states = network(torch.tensor([output.prompt_token_ids])).last_hidden_state[0].numpy()
-        data = output.outputs.data  # type: ignore[union-attr]
+        data = output.outputs.data
         np.testing.assert_allclose(data, expected(kind, states), rtol=1e-3, atol=1e-4)
         normal = llm.embed({"prompt_token_ids": output.prompt_token_ids}, use_tqdm=False)[0].outputs
-        assert not np.allclose(np.linalg.norm(normal.embedding), 1.0), "the files name no Normalize"  # type: ignore[union-attr]
+        assert not np.allclose(np.linalg.norm(normal.embedding), 1.0), "the files name no Normalize"
         one = llm.embed(output.prompt_token_ids, pooling_params=PoolingParams(use_activation=True), use_tqdm=False)
-        np.testing.assert_allclose(one[0].outputs.embedding, data / np.linalg.norm(data), rtol=1e-5)  # type: ignore[union-attr]
+        np.testing.assert_allclose(one[0].outputs.embedding, data / np.linalg.norm(data), rtol=1e-5)
 
 
 def test_a_cross_encoder_reads_both_texts(judge: Path) -> None:
@@ -160,13 +160,13 @@ def test_a_cross_encoder_reads_both_texts(judge: Path) -> None:
     with torch.inference_mode():
         batch = tokenizer(["deaf"] * 4, documents, return_tensors="pt", padding=True, return_token_type_ids=True)
         theirs = network(**batch).logits[:, 0].sigmoid().tolist()
-    ours = [output.outputs.score for output in outputs]  # type: ignore[union-attr]
+    ours = [output.outputs.score for output in outputs]
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
     assert len({round(score, 4) for score in ours}) == 4
     ranked = llm.rerank("deaf", documents, top_n=3, use_tqdm=False)
     assert [index for index, _ in ranked] == sorted(range(4), key=lambda i: -theirs[i])[:3]
     raw = llm.score("deaf", documents, pooling_params=RAW, use_tqdm=False)
-    assert [o.outputs.score for o in raw] != ours  # type: ignore[union-attr]
+    assert [o.outputs.score for o in raw] != ours
     with pytest.raises(InvalidRequestError, match="2 texts cannot be scored with 4"):
         llm.score(["a", "b"], documents)
 
@@ -225,7 +225,7 @@ def test_class_scores(classifier: Path) -> None:
     assert llm.front_end.pooling.tasks == ("classify",)
     outputs = [output.outputs for output in llm.classify(TEXTS, use_tqdm=False)]
     for output in outputs:
-        assert abs(sum(output.probs) - 1) < 1e-6 and output.num_classes == 3  # type: ignore[union-attr]
+        assert abs(sum(output.probs) - 1) < 1e-6 and output.num_classes == 3
     assert llm.front_end.files.model_config.labels == ("label 0", "label 1", "label 2")
     with pytest.raises(InvalidRequestError, match="cannot score pairs; it can: classify"):
         llm.score("a", "b")
@@ -243,7 +243,7 @@ def test_a_language_model_judges_pairs(tiny_model: Path) -> None:
     both = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=[no, yes])
     [place] = plain.generate(output.prompt_token_ids, both, use_tqdm=False)[0].outputs[0].logprobs or []
     odds = np.exp(place[yes].logprob - place[no].logprob)
-    assert abs(output.outputs.score - odds / (1 + odds)) < 1e-5  # type: ignore[union-attr]
+    assert abs(output.outputs.score - odds / (1 + odds)) < 1e-5
     with pytest.raises(InvalidRequestError, match="cannot generate text; it can: score pairs"):
         llm.generate("x")
     with pytest.raises(ConfigError, match="needs two tokens as answers"):
@@ -262,10 +262,10 @@ def test_what_cannot_be_served_fails_alone(encoder: Path) -> None:
     assert errors[0] is errors[4] is errors[5] is None
     assert "the prompt has 82 tokens, but the model takes at most 64" in str(errors[1])
     assert "must be integers from 0 to" in str(errors[2]) and "the prompt is empty" in str(errors[3])
-    assert np.array(outputs[5].outputs.embedding, np.float32).tobytes() == good  # type: ignore[union-attr]
+    assert np.array(outputs[5].outputs.embedding, np.float32).tobytes() == good
     for dimensions in (8, 16, 32):
         params = PoolingParams(dimensions=dimensions)
-        vector = llm.embed("abc", pooling_params=params, use_tqdm=False)[0].outputs.embedding  # type: ignore[union-attr]
+        vector = llm.embed("abc", pooling_params=params, use_tqdm=False)[0].outputs.embedding
         assert len(vector) == dimensions and abs(np.linalg.norm(vector) - 1) < 1e-6
     with pytest.raises(InvalidRequestError, match=r"one of the model's \(8, 16, 32\), not 12"):
         llm.embed("abc", pooling_params=PoolingParams(dimensions=12))

@@ -72,7 +72,7 @@ def results(folder: Path, task: Any, prompts: Sequence[Any] = (), **options: Any
     given = prompts or prompts_of(PROMPTS)
     outputs = [o.outputs for o in llm.encode(list(given), RAW, pooling_task=task, use_tqdm=False)]
     assert [output.error for output in outputs] == [None] * len(outputs)
-    return [output.data for output in outputs]  # type: ignore[union-attr]
+    return [output.data for output in outputs]
 
 
 def theirs(model: Any, prompt: list[int], **inputs: Any) -> np.ndarray:

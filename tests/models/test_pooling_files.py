@@ -75,13 +75,13 @@ def test_flags_and_the_name_of_a_pooling(folder: Path) -> None:
 
 def test_a_matrix_after_the_pooling(folder: Path) -> None:
     plain = LLM(str(folder), dtype="float32")
-    pooled = plain.encode("abc def", PoolingParams(use_activation=False), use_tqdm=False)[0].outputs.data  # type: ignore[union-attr]
+    pooled = plain.encode("abc def", PoolingParams(use_activation=False), use_tqdm=False)[0].outputs.data
     for name, function in FUNCTIONS.items():
         weight, bias = add_dense(folder, activation_function=f"torch.nn.modules.{name}")
         llm = LLM(str(folder), dtype="float32")
         vector = function(weight.astype(np.float64) @ pooled + bias)
         vector /= np.linalg.norm(vector)
-        ours = llm.embed("abc def", use_tqdm=False)[0].outputs.embedding  # type: ignore[union-attr]
+        ours = llm.embed("abc def", use_tqdm=False)[0].outputs.embedding
         np.testing.assert_allclose(ours, vector, atol=1e-5)
         assert llm.front_end.pooling.vector_size == 8
 
@@ -91,9 +91,9 @@ def test_a_prompt_that_is_not_pooled(folder: Path) -> None:
     llm = LLM(str(folder), dtype="float32")
     raw = PoolingParams(use_activation=False)
     named = llm.embed("abc", prompt_name="query", pooling_params=raw, use_tqdm=False)[0]
-    states = llm.encode("query: abc", raw, pooling_task="token_embed", use_tqdm=False)[0].outputs.data  # type: ignore[union-attr]
+    states = llm.encode("query: abc", raw, pooling_task="token_embed", use_tqdm=False)[0].outputs.data
     skipped = len(llm.get_tokenizer().encode("query: ")) - 1
-    np.testing.assert_allclose(named.outputs.embedding, states[skipped:].mean(0), atol=1e-5)  # type: ignore[union-attr]
+    np.testing.assert_allclose(named.outputs.embedding, states[skipped:].mean(0), atol=1e-5)
 
 
 def test_prompts_and_lengths(folder: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from typing import Any, Self
 
 from octavo.core.outputs import RequestOutput
-from octavo.core.pooling_outputs import PoolingRequestOutput
+from octavo.core.pooling_outputs import Pooled
 from octavo.core.pooling_params import PoolingParams
 from octavo.core.prompts import Prompt
 from octavo.core.sampling_params import SamplingParams
@@ -50,7 +50,7 @@ class AsyncLLM(OctavoAsyncLLM):
 
     async def encode(
         self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, **keywords: Any
-    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+    ) -> AsyncGenerator[Pooled, None]:
         """What ``pool`` gives, as the one output of a stream.
 
         Raises:

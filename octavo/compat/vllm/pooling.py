@@ -12,7 +12,7 @@ import msgspec
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.model_tasks import model_tasks
 from octavo.core.pooler_config import PoolingKind
-from octavo.core.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from octavo.core.pooling_outputs import Pooled, PoolingOutput
 from octavo.core.pooling_params import POOLING_TASKS
 from octavo.core.pooling_params import PoolingParams as OwnParams
 
@@ -156,7 +156,7 @@ class PoolingOptions:
         return msgspec.structs.replace(params, **fields)
 
 
-def with_tensors(outputs: Sequence[PoolingRequestOutput]) -> list[PoolingRequestOutput]:
+def with_tensors(outputs: Sequence[Pooled]) -> list[Pooled]:
     """The outputs with tensors of torch, where it is installed, as scripts expect of ``encode``."""
     if find_spec("torch") is not None:
         import torch

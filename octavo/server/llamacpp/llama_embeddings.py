@@ -9,7 +9,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.core.pooling_outputs import PoolingRequestOutput
+from octavo.core.pooling_outputs import Pooled
 from octavo.core.pooling_params import PoolingParams
 from octavo.server.api_errors import wrong
 from octavo.server.field_marks import refused
@@ -54,7 +54,7 @@ async def embed(request: Request, body: LlamaEmbeddingRequest) -> Response:
     params = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens, use_activation=normalized, task="embed")
     run = PooledRun(request, body, model, params, await read_texts(service, request, body, named=True), "embd")
 
-    def answer(outputs: list[PoolingRequestOutput]) -> bytes:
+    def answer(outputs: list[Pooled]) -> bytes:
         return encode_object([{"index": i, "embedding": [row.tolist()]} for i, row in enumerate(results(outputs))])
 
     return await run.respond(answer, deadline)

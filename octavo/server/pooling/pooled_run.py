@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from octavo.core.errors import AdapterConflictError
 from octavo.core.outputs import CompletionOutput
-from octavo.core.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from octavo.core.pooling_outputs import Pooled
 from octavo.core.pooling_params import PoolingParams
 from octavo.core.request_options import RequestOptions
 from octavo.server.api_errors import ApiError
@@ -42,7 +42,7 @@ _SHORT = 20_000
 logger = logging.getLogger("octavo.server")
 
 #: The JSON of a response, of the outputs in the order of the inputs.
-Answer = Callable[[list[PoolingRequestOutput]], bytes]
+Answer = Callable[[list[Pooled]], bytes]
 
 
 @dataclass(slots=True)
@@ -96,12 +96,12 @@ class PooledRun:
 
     async def _answer(self, answer: Answer) -> bytes:
         outputs = await self._outputs()
-        if sum(_result(output).data.size for output in outputs) < _SHORT:
+        if sum(output.outputs.data.size for output in outputs) < _SHORT:
             return answer(outputs)
         return await asyncio.to_thread(answer, outputs)
 
-    async def _outputs(self) -> list[PoolingRequestOutput]:
-        service, found = self.service, dict[int, PoolingRequestOutput]()
+    async def _outputs(self) -> list[Pooled]:
+        service, found = self.service, dict[int, Pooled]()
         if service.options.log_prompts:
             for each in self.inputs:
                 log_prompt(each.prompt.get("prompt", each.token_ids))
@@ -137,7 +137,7 @@ class PooledRun:
             fields["adapter"] = self.model.name
         fields.update(inputs=len(self.inputs), prompt_tokens=self.usage()["prompt_tokens"])
 
-    async def _pool(self, name: str, each: PooledInput) -> PoolingRequestOutput:
+    async def _pool(self, name: str, each: PooledInput) -> Pooled:
         """The result of one input; if this is cancelled, the engine's request is aborted."""
         service = self.service
         try:
@@ -153,11 +153,11 @@ class PooledRun:
             if service.tracer is not None:
                 service.tracer.record(output, observer, self.request.headers)
             self._raise_if_failed(each, output, end)
-        found: PoolingRequestOutput = output
+        found: Pooled = output
         return found
 
-    def _raise_if_failed(self, each: PooledInput, output: PoolingRequestOutput, end: CompletionOutput) -> None:
-        error = _result(output).error
+    def _raise_if_failed(self, each: PooledInput, output: Pooled, end: CompletionOutput) -> None:
+        error = output.outputs.error
         if error is None:
             return
         if end.finish_reason == "abort":
@@ -176,11 +176,6 @@ class PooledRun:
         raise ApiError(500, message, kind="server_error", param=param, code="engine_error")
 
 
-def _result(output: PoolingRequestOutput) -> PoolingOutput:
-    assert isinstance(output.outputs, PoolingOutput)
-    return output.outputs
-
-
-def results(outputs: list[PoolingRequestOutput]) -> list[np.ndarray]:
+def results(outputs: list[Pooled]) -> list[np.ndarray]:
     """What was computed, float32."""
-    return [_result(output).data for output in outputs]
+    return [output.outputs.data for output in outputs]

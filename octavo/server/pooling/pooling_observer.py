@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from octavo.core.pooling_outputs import PoolingRequestOutput
+from octavo.core.pooling_outputs import Pooled
 from octavo.server.metrics import COMPLETE, Metrics
 
 
@@ -20,7 +20,7 @@ class PoolingObserver:
         self.num_tokens = 0
         self.finish_reasons: dict[int, str] = {}
 
-    def update(self, output: PoolingRequestOutput, reason: str) -> None:
+    def update(self, output: Pooled, reason: str) -> None:
         """Counts its output, and the reason of its end."""
         metrics, times, tokens = self._metrics, output.metrics, len(output.prompt_token_ids)
         metrics.prompt_tokens.inc(tokens)

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.core.pooling_outputs import PoolingRequestOutput
+from octavo.core.pooling_outputs import Pooled
 from octavo.core.pooling_params import PoolingParams
 from octavo.server.api_errors import ApiError, wrong
 from octavo.server.pooling.pooled_fields import PooledFields, RerankRequest, ScoreRequest, Texts
@@ -36,7 +36,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     run = PooledRun(request, body, model, _params(service, body), pairs.inputs, "rerank")
     with_documents = request.url.path != COHERE if body.return_documents is None else body.return_documents
 
-    def answer(outputs: list[PoolingRequestOutput]) -> bytes:
+    def answer(outputs: list[Pooled]) -> bytes:
         scores = _scores(service, pairs, outputs)
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
         found: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
@@ -69,7 +69,7 @@ async def score(request: Request, body: ScoreRequest) -> Response:
     pairs = await read_pairs(service, list(zip(first, second, strict=True)), places, body.truncate_prompt_tokens)
     run = PooledRun(request, body, model, _params(service, body), pairs.inputs, "score")
 
-    def answer(outputs: list[PoolingRequestOutput]) -> bytes:
+    def answer(outputs: list[Pooled]) -> bytes:
         scores = _scores(service, pairs, outputs)
         entries = ({"index": i, "object": "score", "score": each} for i, each in enumerate(scores))
         return encode_list(entries, run.response_fields())
@@ -84,7 +84,7 @@ def _params(service: Service, body: PooledFields) -> PoolingParams:
     return service.llm.front_end.pooling.score_params(params)
 
 
-def _scores(service: Service, pairs: Pairs, outputs: list[PoolingRequestOutput]) -> list[float]:
+def _scores(service: Service, pairs: Pairs, outputs: list[Pooled]) -> list[float]:
     score = service.llm.front_end.pooling.score
     return [score([outputs[number] for number in numbers]) for numbers in pairs.of_pair]
 

@@ -8,12 +8,12 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.core.pooling_outputs import PoolingRequestOutput
+from octavo.core.pooling_outputs import Pooled
 from octavo.core.pooling_params import PoolingParams, PoolingTask
 from octavo.server.api_errors import ApiError, wrong
 from octavo.server.pooling.pooled_fields import ClassificationRequest, EmbeddingRequest, PoolingRequest
 from octavo.server.pooling.pooled_inputs import read_texts
-from octavo.server.pooling.pooled_run import PooledRun, results
+from octavo.server.pooling.pooled_run import Answer, PooledRun, results
 from octavo.server.pooling.pooling_json import encode_list, numbers
 from octavo.server.service import Service, service_of
 
@@ -31,23 +31,10 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
     service = service_of(request)
     deadline = asyncio.get_running_loop().time() + service.options.request_timeout
     model = await service.model(body.model)
-    params = PoolingParams(
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        dimensions=body.dimensions,
-        use_activation=body.use_activation,
-        task="embed",
-    )
     inputs = await read_texts(service, request, body, _prompt_name(service, body), named=True)
-    run = PooledRun(request, body, model, params, inputs, "embd")
+    run = PooledRun(request, body, model, _params(body, "embed"), inputs, "embd")
 
-    def answer(outputs: list[PoolingRequestOutput]) -> bytes:
-        entries = (
-            {"object": "embedding", "index": i, "embedding": numbers(data, body.encoding_format)}
-            for i, data in enumerate(results(outputs))
-        )
-        return encode_list(entries, run.response_fields())
-
-    return await run.respond(answer, deadline)
+    return await run.respond(_list_of(run, "embedding", "embedding", body.encoding_format), deadline)
 
 
 async def pool(request: Request, body: PoolingRequest) -> Response:
@@ -57,22 +44,9 @@ async def pool(request: Request, body: PoolingRequest) -> Response:
     model = await service.model(body.model)
     task = body.task or _by_token(service)
     service.require(task)
-    params = PoolingParams(
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        dimensions=body.dimensions,
-        use_activation=body.use_activation,
-        task=task,
-    )
-    run = PooledRun(request, body, model, params, await read_texts(service, request, body), "pool")
+    run = PooledRun(request, body, model, _params(body, task), await read_texts(service, request, body), "pool")
 
-    def answer(outputs: list[PoolingRequestOutput]) -> bytes:
-        entries = (
-            {"object": "pooling", "index": i, "data": numbers(data, body.encoding_format)}
-            for i, data in enumerate(results(outputs))
-        )
-        return encode_list(entries, run.response_fields())
-
-    return await run.respond(answer, deadline)
+    return await run.respond(_list_of(run, "pooling", "data", body.encoding_format), deadline)
 
 
 async def classify(request: Request, body: ClassificationRequest) -> Response:
@@ -86,7 +60,7 @@ async def classify(request: Request, body: ClassificationRequest) -> Response:
     run = PooledRun(request, body, model, params, await read_texts(service, request, body), "classify")
     labels = service.llm.model_config.labels
 
-    def answer(outputs: list[PoolingRequestOutput]) -> bytes:
+    def answer(outputs: list[Pooled]) -> bytes:
         entries = []
         for i, data in enumerate(results(outputs)):
             best = int(np.argmax(data))
@@ -95,6 +69,27 @@ async def classify(request: Request, body: ClassificationRequest) -> Response:
         return encode_list(entries, run.response_fields())
 
     return await run.respond(answer, deadline)
+
+
+def _params(body: EmbeddingRequest | PoolingRequest, task: PoolingTask) -> PoolingParams:
+    return PoolingParams(
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        dimensions=body.dimensions,
+        use_activation=body.use_activation,
+        task=task,
+    )
+
+
+def _list_of(run: PooledRun, kind: str, field: str, encoding: str | None) -> Answer:
+    """What writes a list of objects of this kind, with the numbers in this field."""
+
+    def answer(outputs: list[Pooled]) -> bytes:
+        entries = (
+            {"object": kind, "index": i, field: numbers(data, encoding)} for i, data in enumerate(results(outputs))
+        )
+        return encode_list(entries, run.response_fields())
+
+    return answer
 
 
 def _by_token(service: Service) -> PoolingTask:
