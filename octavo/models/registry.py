@@ -64,7 +64,7 @@ ENCODERS = {
     "XLMRoberta": ("xlm-roberta", "octavo.models.bert", "RobertaModel"),
 }
 #: What follows the name of a family in an architecture without a language-model head, or whose head is not used.
-_ENDINGS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "TextModel", "Model")
+_ENDINGS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "Model")
 
 #: Names of models with layers that keep a state instead of keys and values, alone or between attention layers.
 _STATE_SPACE = re.compile(
@@ -99,7 +99,9 @@ def find_base(architecture: str) -> str | None:
     family = architecture.removesuffix(ending) if ending else ""
     if family in ENCODERS:
         return f"{family}Model"
-    decoders = (f"{family}{ending}" for ending in ("ForCausalLM", "LMHeadModel"))
+    # The text part of a model that takes images, too, has a name of its own only where it has no head for text.
+    names = (family, family.removesuffix("Text"))
+    decoders = (f"{name}{head}" for name in names for head in ("ForCausalLM", "LMHeadModel"))
     return next((name for name in decoders if ending != "ForMaskedLM" and name in NETWORKS), None)
 
 

@@ -37,12 +37,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DistilBert": {"vocab_size": 101, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 6},
     "ModernBert": {**SHAPE, **SPECIAL, "num_hidden_layers": 4, "local_attention": 8, "cls_token_id": 1},
     "NomicBert": SHAPE,
-    "MPNet": {**SHAPE, "pad_token_id": 1},
+    "MPNet": {**SHAPE, "pad_token_id": 0},
     "Llama": {**SHAPE, **SPECIAL, "num_key_value_heads": 2},
     "Qwen3": {**SHAPE, **SPECIAL, "num_key_value_heads": 2, "head_dim": 8},
     "Gemma2": {**SHAPE, **SPECIAL, "num_key_value_heads": 2, "head_dim": 8},
     "GPT2": {"vocab_size": 101, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 96, "pad_token_id": 0},
     "Mixtral": {**SHAPE, **SPECIAL, "num_key_value_heads": 2, "num_local_experts": 4},
+}
+#: Decoders whose names for their parts differ; those above stand for the others.
+DECODERS: dict[str, dict[str, Any]] = {
+    **{family: {**SHAPE, **SPECIAL} for family in ("Cohere", "Phi", "GPTNeoX")},
+    "StableLm": {**SHAPE, **SPECIAL, "num_key_value_heads": 2},
+    "Gemma3Text": {**SHAPE, **SPECIAL, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8},
+    "Starcoder2": {**SHAPE, **SPECIAL, "num_key_value_heads": 2},
+    "Bloom": {**SPECIAL, "vocab_size": 101, "hidden_size": 48, "n_layer": 3, "n_head": 6},
+    "Falcon": {**SHAPE, **SPECIAL},
+    "OPT": {**SHAPE, **SPECIAL, "ffn_dim": 80, "word_embed_proj_dim": 48},
+    "GPTJ": {**SPECIAL, "vocab_size": 101, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 96, "rotary_dim": 8},
 }
 TASKS = {
     "Model": "token_embed",
@@ -53,7 +64,7 @@ TASKS = {
 
 def save(folder: Path, family: str, ending: str, **values: Any) -> Any:
     """Saves a random model of transformers, and returns it."""
-    config = getattr(transformers, f"{family}Config")(**{**FAMILIES[family], **values})
+    config = getattr(transformers, f"{family}Config")(**{**(FAMILIES | DECODERS)[family], **values})
     if ending != "Model":
         config.num_labels = 3
     torch.manual_seed(0)
@@ -208,11 +219,13 @@ def test_settings_that_are_not_computed_are_refused(family: str, values: dict[st
         read_model_config(tmp_path)
 
 
-@pytest.mark.parametrize(("family", "values"), [("Cohere", {"logit_scale": 0.0625}), ("Phi", {})])
-def test_decoders_without_a_head(family: str, values: dict[str, Any], tmp_path: Path) -> None:
-    FAMILIES.setdefault(family, {**SHAPE, **SPECIAL})
-    model = save(tmp_path, family, "Model", **values)
-    for mine, prompt in zip(results(tmp_path, "token_embed"), PROMPTS, strict=True):
+@pytest.mark.parametrize("ending", ["Model", "ForSequenceClassification"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_heads_of_other_decoders(family: str, ending: str, tmp_path: Path) -> None:
+    if not hasattr(transformers, family + ending):
+        pytest.skip(f"transformers has no {family}{ending}")
+    model = save(tmp_path, family, ending)
+    for mine, prompt in zip(results(tmp_path, TASKS[ending]), PROMPTS, strict=True):
         assert_close(mine, theirs(model, prompt))
 
 
