@@ -99,7 +99,7 @@ class PoolingInputs:
         for name, text in (("query", query), ("document", document)):
             if not isinstance(text, str):
                 raise InvalidRequestError(f"the {name} of a score must be text, not {text!r}")
-        if self.config.head == "none" or self._compares:
+        if self._compares:
             prompts = self.pooler.prompts
             return [
                 self.embedding_prompt(query, "query" if "query" in prompts else None),
@@ -114,7 +114,7 @@ class PoolingInputs:
     @property
     def _compares(self) -> bool:
         """Whether a pair is scored by comparing vectors."""
-        return self.config.head == "lm" and self._judge is None
+        return self.config.head in ("none", "lm") and self._judge is None
 
     def score(self, outputs: Sequence[Pooled]) -> float:
         """The score of a pair, of the outputs of its prompts.
@@ -131,8 +131,7 @@ class PoolingInputs:
 
     def score_params(self, params: PoolingParams | None) -> PoolingParams:
         """The parameters of each prompt of ``pair_prompts``."""
-        compares = self.config.head == "none" or self._compares
-        return msgspec.structs.replace(params or PoolingParams(), task="embed" if compares else "score")
+        return msgspec.structs.replace(params or PoolingParams(), task="embed" if self._compares else "score")
 
     def tokenize(self, prompt: Prompt, params: PoolingParams) -> Prompt:
         """The prompt with token ids, where it is a text; for a thread, if the text is long."""
@@ -199,7 +198,7 @@ class PoolingInputs:
         task: Any = params.task
         if task is None:
             task = next((name for name in self.tasks if name not in ("generate", "score")), "score")
-        if task == "score" and (self.config.head == "none" or self._compares):
+        if task == "score" and self._compares:
             raise InvalidRequestError("this model scores pairs by comparing vectors: ask for both with task embed")
         if not (task == "embed" and "score" in self.tasks):
             self.require(task)
