@@ -200,8 +200,7 @@ class PoolingInputs:
             task = next((name for name in self.tasks if name not in ("generate", "score")), "score")
         if task == "score" and self._compares:
             raise InvalidRequestError("this model scores pairs by comparing vectors: ask for both with task embed")
-        if not (task == "embed" and "score" in self.tasks):
-            self.require(task)
+        self.require(task)
         if params.dimensions is not None:
             self._check_dimensions(task, params.dimensions)
         checked: PoolingTask = task

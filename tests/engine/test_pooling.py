@@ -165,6 +165,8 @@ def test_a_cross_encoder_reads_both_texts(judge: Path) -> None:
     assert len({round(score, 4) for score in ours}) == 4
     ranked = llm.rerank("deaf", documents, top_n=3, use_tqdm=False)
     assert [index for index, _ in ranked] == sorted(range(4), key=lambda i: -theirs[i])[:3]
+    with pytest.raises(InvalidRequestError, match="cannot embed; it can: classify, score pairs"):
+        llm.encode("deaf", PoolingParams(task="embed"))
     raw = llm.score("deaf", documents, pooling_params=RAW, use_tqdm=False)
     assert [o.outputs.score for o in raw] != ours
     with pytest.raises(InvalidRequestError, match="2 texts cannot be scored with 4"):
