@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import msgspec
 
 from octavo.core.plan import SequenceResult
+from octavo.core.progress import AdmissionStats, BeamUpdate, DraftStats, Hypothesis
 
 
 class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
@@ -24,38 +24,6 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     finish_reason: str | None = None
     #: The stop token id that the request named, if one ended it.
     stop_reason: int | None = None
-
-
-class Hypothesis(msgspec.Struct, frozen=True):
-    """A complete sequence of a beam search."""
-
-    #: Generated tokens, with the stop token that ended it.
-    token_ids: list[int]
-    #: Sum of the logprobs of ``token_ids``.
-    cumulative_logprob: float
-    #: ``cumulative_logprob / len(token_ids) ** length_penalty``
-    score: float
-    finish_reason: Literal["stop", "length"]
-
-
-class AdmissionStats(msgspec.Struct, array_like=True):
-    """A group was admitted, for the first time or again; its totals so far (see ``RequestMetrics``)."""
-
-    group_id: int
-    first_scheduled_time: float | None = None
-    num_cached_tokens: int = 0
-    num_recomputes: int = 0
-    num_recomputed_tokens: int = 0
-    num_swaps: int = 0
-    num_swapped_blocks: int = 0
-
-
-class DraftStats(msgspec.Struct, array_like=True, gc=False):
-    """Draft tokens of a group so far, over its sequences, and how many of them were accepted."""
-
-    group_id: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
 
 
 class GroupOutput(msgspec.Struct, array_like=True):
@@ -81,13 +49,15 @@ class EngineCoreOutputs(msgspec.Struct):
     #: Of the groups that had drafts in this step.
     drafts: list[DraftStats] = []
     groups: list[GroupOutput] = []
+    #: Of the beam searches that go on.
+    beams: list[BeamUpdate] = []
 
     def parts(self, size: int) -> Iterator[EngineCoreOutputs]:
         """The same in the same order, ``size`` sequences at a time."""
         if len(self.sequences) <= size:
             yield self
             return
-        yield EngineCoreOutputs(admissions=self.admissions, drafts=self.drafts)
+        yield EngineCoreOutputs(admissions=self.admissions, drafts=self.drafts, beams=self.beams)
         for start in range(0, len(self.sequences), size):
             yield EngineCoreOutputs(sequences=self.sequences[start : start + size])
         yield EngineCoreOutputs(groups=self.groups)

@@ -11,6 +11,7 @@ from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.pooler_config import PoolingKind
 from octavo.core.pooling_params import PoolingParams, PoolingTask
+from octavo.core.progress import Progress
 from octavo.core.reasoning import ThinkingBudget
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import SamplingParams
@@ -231,6 +232,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, gc=False):
     features: list[Feature] = []
     #: What the output is likely to be: it is drafted, and changes nothing of it.
     prediction: list[int] = []
+    #: Of one that another engine core has begun.
+    progress: Progress | None = None
 
     def __post_init__(self) -> None:
         untracked(self.prompt_token_ids)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from octavo.core.engine_outputs import AdmissionStats, DraftStats, EngineCoreOutputs, GroupOutput, SequenceOutput
+import msgspec
+
+from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput, SequenceOutput
 from octavo.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from octavo.core.plan import PositionLogprobs, SequenceResult
+from octavo.core.progress import AdmissionStats, BeamProgress, CompletionProgress, DraftStats, Progress
 from octavo.core.request import EngineCoreRequest, Generate, SequenceStatus
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.detokenizer import IncrementalDetokenizer
@@ -23,13 +27,18 @@ _STOPPED, _FAILED = SequenceStatus.FINISHED_STOPPED.value, SequenceStatus.FINISH
 class _Completion:
     """One sequence of a request. Without a detokenizer its text is made once, at its end."""
 
-    #: What was added since the last ``take``.
+    #: What was added since the last ``take``, but for the tokens.
     output: CompletionOutput
     detokenizer: IncrementalDetokenizer | None = None
     finished: bool = False
+    #: All of them, 4 bytes each: another engine core can go on from there. How many were taken.
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    num_taken: int = 0
 
     def take(self) -> CompletionOutput:
         output = self.output
+        output.token_ids = self.token_ids[self.num_taken :].tolist()
+        self.num_taken = len(self.token_ids)
         if self.detokenizer is not None:
             output.text = self.detokenizer.take_text()
         self.output = CompletionOutput(
@@ -69,6 +78,9 @@ class RequestState:
     last_token_time: float | None = None
     #: All that was taken, of ``CUMULATIVE``.
     taken: RequestOutput | None = None
+    #: What its engine core has last said of its admission, and of its beams.
+    admission: AdmissionStats | None = None
+    beams: BeamProgress | None = None
 
     @property
     def group_id(self) -> int:
@@ -93,7 +105,28 @@ class RequestState:
     @property
     def num_untaken_tokens(self) -> int:
         """Tokens that were generated since the last ``take``."""
-        return sum(len(c.output.token_ids) for c in self.completions)
+        return sum(len(c.token_ids) - c.num_taken for c in self.completions)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that its engine cores have reported, over all completions or beams."""
+        beams = 0 if self.beams is None else sum(map(len, self.beams.token_ids))
+        return beams + sum(len(c.token_ids) for c in self.completions)
+
+    def resume(self, alone: int = 0) -> EngineCoreRequest:
+        """The request as another engine core takes it, to go on with what comes after the outputs so far.
+
+        ``alone``: see ``Progress``.
+        """
+        if self.admission is None and not alone:
+            return self.group  # nothing of it was computed
+        drafts, metrics = self.drafts, self.metrics
+        if drafts is None and metrics.num_draft_tokens:
+            drafts = DraftStats(self.group_id, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens)
+        begun = [(i, c) for i, c in enumerate(self.completions) if c.token_ids and not c.finished]
+        completions = [CompletionProgress(i, c.token_ids.tolist()) for i, c in begun]
+        progress = Progress(completions, self.beams, self.admission, drafts, alone)
+        return msgspec.structs.replace(self.group, progress=progress)
 
     def take(self) -> RequestOutput:
         """All of the output so far, of ``CUMULATIVE``; else what is new since the last call.
@@ -164,7 +197,7 @@ class OutputProcessor:
             kind = (params.output_kind or kind) if shows else RequestOutputKind.FINAL_ONLY
         request.kind, request.metrics = kind, RequestMetrics(request.group.arrival_time)
         request.completions, request.drafts, request.last_token_time, request.taken = [], None, None, None
-        request.pooled = None
+        request.pooled = request.admission = request.beams = None
         request.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         for index in range(params.num_sequences):
             output = CompletionOutput(index)
@@ -192,11 +225,17 @@ class OutputProcessor:
         for admission in step.admissions:
             request = self._groups.get(admission.group_id)
             if request is not None:
+                request.admission = admission
                 request.metrics = _with_admission(request.metrics, admission, request.num_virtual_tokens)
         for drafts in step.drafts:
             request = self._groups.get(drafts.group_id)
             if request is not None:
                 request.drafts = drafts
+        for beams in step.beams:
+            request = self._groups.get(beams.group_id)
+            if request is not None:
+                request.beams = request.beams or BeamProgress([[]], [0.0])
+                request.beams.apply(beams)
         for update in step.sequences:
             request = self._groups.get(update.group_id)
             if request is None:
@@ -233,6 +272,10 @@ class OutputProcessor:
             self._close(request, time.monotonic())
         return request
 
+    def open_requests(self) -> list[RequestState]:
+        """Those that have not ended, in order of their arrival."""
+        return [self._groups[group_id] for group_id in sorted(self._groups)]
+
     def of_group(self, group_id: int) -> RequestState:
         """The open request that the engine core knows by this id."""
         return self._groups[group_id]
@@ -261,7 +304,7 @@ class OutputProcessor:
         request.completions = request.completions[: len(update.hypotheses)]
         for completion, hypothesis in zip(request.completions, update.hypotheses, strict=True):
             output = completion.output
-            output.token_ids = hypothesis.token_ids
+            completion.token_ids = array("i", hypothesis.token_ids)
             output.cumulative_logprob, output.score = hypothesis.cumulative_logprob, hypothesis.score
             self._finish(request, completion, hypothesis.finish_reason, drop_last=hypothesis.token_ids[-1] in stops)
 
@@ -282,7 +325,7 @@ class OutputProcessor:
             if request.metrics.first_token_time is None:
                 request.metrics = replace(request.metrics, first_token_time=now)
             request.last_token_time = now
-            output.token_ids += token_ids
+            completion.token_ids.extend(token_ids)
         if update.extra is not None:
             self._add_logprobs(request, completion, update.extra, len(token_ids))
             if update.extra.pooled is not None:
@@ -301,7 +344,7 @@ class OutputProcessor:
                 output.finish_reason, output.stop_reason = _STOPPED, stop
         elif params.detokenize:
             completion.detokenizer = self._detokenizer(request)
-            completion.detokenizer.append(output.token_ids[:-1] if drop_last else output.token_ids)
+            completion.detokenizer.append(completion.token_ids[:-1] if drop_last else completion.token_ids)
             completion.detokenizer.finish()
 
     def _add_logprobs(

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.engine_outputs import Hypothesis
+from octavo.core.progress import BeamProgress, Hypothesis
 
 
 class Candidates(NamedTuple):
@@ -36,6 +36,10 @@ class BeamStep(NamedTuple):
     #: The next running beams, best first: (index of the beam that it continues, its new token). Empty if ``done``.
     survivors: list[tuple[int, int]]
     done: bool
+    #: Of the next running beams: their summed logprobs.
+    cumulative_logprobs: list[float]
+    #: Whether the complete sequences are others than before.
+    completed: bool
 
 
 class _Continuation(NamedTuple):
@@ -64,6 +68,12 @@ class BeamSearch:
         self._cumulative_logprobs = [0.0]
         self._hypotheses: list[Hypothesis] = []
 
+    def resume(self, progress: BeamProgress) -> None:
+        """Goes on after the steps that another engine core has done of this search."""
+        self._num_generated = len(progress.token_ids[0])
+        self._cumulative_logprobs = progress.cumulative_logprobs
+        self._hypotheses = [*progress.hypotheses]
+
     def step(
         self, candidates: Sequence[Candidates], tokens: Sequence[Sequence[int]], num_prompt_tokens: int = 0
     ) -> BeamStep:
@@ -79,6 +89,7 @@ class BeamSearch:
         """
         self._num_generated += 1
         ranked = self._rank(candidates)
+        before = self.hypotheses()
         for continuation in ranked[: self._width]:
             if self._ends(continuation.token_id):
                 self._complete(continuation, tokens[continuation.beam], num_prompt_tokens)
@@ -86,7 +97,8 @@ class BeamSearch:
         if not running or not self._worth_continuing(-running[0].negated_logprob):
             running = []
         self._cumulative_logprobs = [-c.negated_logprob for c in running]
-        return BeamStep([(c.beam, c.token_id) for c in running], done=not running)
+        survivors = [(c.beam, c.token_id) for c in running]
+        return BeamStep(survivors, not running, self._cumulative_logprobs, completed=before != self._hypotheses)
 
     def hypotheses(self) -> list[Hypothesis]:
         """The complete sequences so far, best first.

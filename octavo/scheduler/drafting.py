@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from octavo.core.engine_outputs import DraftStats
 from octavo.core.plan import StepResult
+from octavo.core.progress import DraftStats
 from octavo.core.stats import SchedulerStats
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.queues import Queues

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
-from octavo.core.engine_outputs import AdmissionStats
 from octavo.core.preparation import Preparation, preparations_of
+from octavo.core.progress import AdmissionStats
 from octavo.core.request import Beam, EngineCoreRequest, Generate, SequenceStatus
 from octavo.core.untracked import untracked
 from octavo.memory.prefix_chain import FeatureSpan, PrefixChain

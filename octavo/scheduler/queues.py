@@ -14,6 +14,7 @@ from octavo.scheduler.policies import FirstComeFirstServed, GuardedPolicy, load_
 from octavo.scheduler.preparation_pool import PreparationState, Prepared
 from octavo.scheduler.preparations import Preparations
 from octavo.scheduler.prepared_queue import PreparedQueue
+from octavo.scheduler.resumption import resume
 from octavo.speculation.speculator import Speculator
 
 
@@ -91,11 +92,13 @@ class Queues:
         """Makes a group of the request and puts it into the waiting queue."""
         number, seq_id = next(self._numbers), next(self._seq_ids)
         group = SequenceGroup(request, number, seq_id, self._max_model_len, self._plans_on_results)
+        if request.progress is not None:
+            resume(group, request.progress, self._seq_ids, self.blocks.block_size)
         group.drafts = group.drafts and self._speculator is not None and self._speculator.drafts(group.seqs[0])
         group.is_long = 0 < self._threshold < len(request.prompt_token_ids)
         self.num_drafted_groups += group.drafts
         self.groups[group.group_id] = group
-        self.sequences[group.seqs[0].seq_id] = group.seqs[0]
+        self.sequences.update((seq.seq_id, seq) for seq in group.seqs)
         self.policy.on_arrival(group)
         self._push(group)
         return group

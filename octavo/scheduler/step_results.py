@@ -9,6 +9,7 @@ import msgspec
 
 from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput, SequenceOutput
 from octavo.core.plan import SequenceResult, StepResult
+from octavo.core.progress import BeamUpdate
 from octavo.core.request import Generate, SequenceStatus
 from octavo.memory.block_manager import AllocStatus
 from octavo.scheduler.beam_search import Candidates
@@ -42,7 +43,7 @@ class Results:
         for seq in ended:
             self._queues.end_sequence(seq, seq.status)
         for group in beams.values():
-            self._choose_beams(group, result.extras, outputs.groups)
+            self._choose_beams(group, result.extras, outputs)
         for group in step.completed:
             if group.group_id in self._queues.groups:
                 self._complete(group, outputs.groups)
@@ -164,7 +165,7 @@ class Results:
             prefixes.register(seq.seq_id, seq.token_ids, num_computed, group.context, group.features)
 
     def _choose_beams(
-        self, group: SequenceGroup, extras: dict[int, SequenceResult], updates: list[GroupOutput]
+        self, group: SequenceGroup, extras: dict[int, SequenceResult], outputs: EngineCoreOutputs
     ) -> None:
         """One step of a beam search: which beams survive, which fork, and whether the search is done."""
         assert group.beam is not None
@@ -172,7 +173,7 @@ class Results:
         errors = [e.error for e in results if e.error is not None]
         if errors:
             self._queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-            updates.append(GroupOutput(group.group_id, group.status.value, errors[0]))
+            outputs.groups.append(GroupOutput(group.group_id, group.status.value, errors[0]))
             return
         candidates = [Candidates(p.top_ids, p.top_logprobs) for e in results for p in e.logprobs]
         assert len(candidates) == len(group.seqs), "a group of beams samples together"
@@ -180,8 +181,10 @@ class Results:
         outcome = group.beam.step(candidates, [s.token_ids for s in group.seqs], num_prompt_tokens)
         if outcome.done:
             self._queues.end_group(group, SequenceStatus.FINISHED_STOPPED)
-            updates.append(GroupOutput(group.group_id, group.status.value, None, group.beam.hypotheses()))
+            outputs.groups.append(GroupOutput(group.group_id, group.status.value, None, group.beam.hypotheses()))
         else:
+            hypotheses = group.beam.hypotheses() if outcome.completed else None
+            outputs.beams.append(BeamUpdate(group.group_id, outcome.survivors, outcome.cumulative_logprobs, hypotheses))
             self._fork_survivors(group, outcome.survivors)
 
     def _fork_survivors(self, group: SequenceGroup, survivors: list[tuple[int, int]]) -> None:

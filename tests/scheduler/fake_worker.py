@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 
 from octavo.core.config import SchedulerOptions
-from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput, Hypothesis, SequenceOutput
+from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput, SequenceOutput
 from octavo.core.plan import Fork, NewSequence, PositionLogprobs, SequenceResult, StepPlan, StepResult
+from octavo.core.progress import Hypothesis
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate, Pool, SequenceStatus
 from octavo.engine.step_loop import StepLoop, _Failed
 from octavo.executor.executor import Executor, PendingStep

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.engine_outputs import Hypothesis
+from octavo.core.progress import Hypothesis
 from octavo.core.request import Beam
 from octavo.scheduler.beam_search import BeamSearch, Candidates
 
