@@ -104,6 +104,10 @@ class EngineDeadError(OctavoError, RuntimeError):
     """The engine's process or a worker has ended or was shut down; unfinished and new requests fail."""
 
 
+class EngineKilledError(EngineDeadError):
+    """A process of the engine was ended, or stopped, by a signal from outside: nothing that it computed is to blame."""
+
+
 def reported_error(kind: str, message: str) -> OctavoError:
     """The exception that another process has reported by the name of its class; ``WorkerError`` if it is not ours."""
     error_class = globals().get(kind)

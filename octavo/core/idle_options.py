@@ -36,7 +36,7 @@ IDLE_OPTIONS = (
         "the clocks of the processes of external_launcher differ, so none of them decides",
     ),
     IdleOption(
-        ("data_parallel_retry", "data_parallel_routing"),
+        ("data_parallel_routing",),
         lambda options, _: options.data_parallel_size == 1,
         "data_parallel_size is 1, and all requests go to the one replica",
     ),

@@ -94,11 +94,18 @@ class Call(msgspec.Struct, tag=True, array_like=True):
     args: list[Any] = []
 
 
+class HandOver(msgspec.Struct, tag=True, array_like=True):
+    """Takes requests from a core, to go on elsewhere: their outputs come before the ``Reply``, and none after it."""
+
+    call_id: int
+    group_ids: list[int]
+
+
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """Ends the core's process, in any state."""
 
 
-ToCore = Start | Add | Abort | Stop | Unpin | Call | Shutdown
+ToCore = Start | Add | Abort | Stop | Unpin | Call | HandOver | Shutdown
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
@@ -107,6 +114,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     model_config: ModelConfig
     #: Longest sequence in tokens, prompt and output together.
     max_model_len: int
+    #: See ``checkpoint_digest``.
+    digest: str
     #: The starts of the core and of workers in processes of their own.
     profiles: list[ProcessProfile] = []
 

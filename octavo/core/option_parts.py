@@ -324,10 +324,19 @@ class ParallelOptions(OptionPart):
         description="Which replica gets a request: the one that probably has its prefix cached, unless it has many "
         "more tokens to compute (prefix), the one with the fewest tokens to compute (least_loaded), or the next.",
     )
-    data_parallel_retry: bool = Field(
-        False,
-        description="Start requests of a replica that has died anew on another if nothing of their answer was sent "
-        "yet; those of which nothing was computed always are.",
+    engine_restarts: int = Field(
+        3,
+        ge=0,
+        le=1_000_000,
+        description="How often within ten minutes an engine core that has died or hangs is started again, of each "
+        "replica; its requests go on with the same bits. Then, or with 0, the engine ends when its last core has died.",
+    )
+    standby_engines: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Engine cores kept loaded in reserve, that take the place of one that has died at once; each takes "
+        "the memory of one.",
     )
     step_timeout: float = Field(
         300.0,

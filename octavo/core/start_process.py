@@ -31,6 +31,40 @@ def start_process(
     )
 
 
+#: Signals that people and supervisors send; a process that fails does not send them to itself.
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def was_killed(code: int, out_of_memory_before: int) -> bool:
+    """Whether somebody has ended the process that gave this exit code, and not its own doing.
+
+    ``out_of_memory_before``: ``num_out_of_memory`` when it was started. What the kernel ends as memory runs out has
+    asked for that memory.
+    """
+    return -code in _FROM_OUTSIDE and num_out_of_memory() == out_of_memory_before
+
+
+def num_out_of_memory() -> int:
+    """How many processes the kernel has ended for want of memory since the machine was started; 0: not known."""
+    try:
+        with open("/proc/vmstat", encoding="ascii") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    except OSError:
+        return 0
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process, or one that it has started, was stopped by a signal (SIGSTOP), as far as can be known."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            if file.read().rpartition(")")[2].split()[0] in ("T", "t"):
+                return True
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            return any(is_stopped(int(child)) for child in file.read().split())
+    except (OSError, IndexError):
+        return False
+
+
 def how_it_ended(code: int) -> str:
     """The exit code of a process in words."""
     if code >= 0:

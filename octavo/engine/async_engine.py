@@ -7,20 +7,21 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Generator, Sequence
+from collections.abc import Awaitable, Generator, Sequence
 from functools import partial
 from typing import Any, Self
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import EngineConfig
 from octavo.core.config_sources import resolve_config
+from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput
 from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, InvalidRequestError, OctavoError
 from octavo.core.messages import NO_REPLY, Abort, Call, StepDone, Stop, Unpin
 from octavo.core.model_config import ModelConfig
 from octavo.core.outputs import RequestOutput
 from octavo.core.pooling_params import PoolingParams
 from octavo.core.prompts import Prompt
-from octavo.core.request import EngineCoreRequest
+from octavo.core.request import SequenceStatus
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options_from_keywords
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.core.startup_profile import ProcessProfile, phase
@@ -30,9 +31,8 @@ from octavo.engine.front_end import FrontEnd, Params
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.model_files import check_classes, find_model
 from octavo.engine.output_processor import RequestState
-from octavo.engine.replicas import Replicas
+from octavo.engine.replicas import CORE_ENDED, Replicas
 from octavo.engine.request_stream import QueuedTokens, RequestStream
-from octavo.engine.router import router_of
 from octavo.engine.shared_prefixes import SharedPrefix
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ class AsyncEngine:
         check_classes(self.config)
         #: They get the statistics of each step, in the event loop.
         self.stat_loggers: list[StatLogger] = [*make_stat_loggers(self.config), *stat_loggers]
-        #: Set when the core has died, not when it was shut down.
+        #: Set when no core is left, and none is started again; not when the engine was shut down.
         self.died = asyncio.Event()
         #: While the engine sleeps, requests are refused.
         self.is_sleeping = False
@@ -140,9 +140,9 @@ class AsyncEngine:
     async def _load(self, process: CoreProcess) -> None:
         config, loop = self.config, asyncio.get_running_loop()
         more = [CoreProcess() for _ in range(config.data_parallel_size - 1)]
-        self._replicas = replicas = Replicas([process, *more], router_of(config))
+        self._replicas = replicas = Replicas([process, *more], config)
         # Without defaults: the core knows what was asked for.
-        start = partial(replicas.start, config.model_dump(exclude_unset=True), logger.getEffectiveLevel())
+        start = partial(replicas.begin, config.model_dump(exclude_unset=True), logger.getEffectiveLevel())
         try:
             with phase("model files and tokenizer"):
                 model = await asyncio.to_thread(find_model, config, partial(loop.call_soon_threadsafe, start))
@@ -158,7 +158,8 @@ class AsyncEngine:
         self.model_config, self.max_model_len = ready.model_config, ready.max_model_len
         self.startup_profiles = ready.profiles
         self.adapters.on_unpin = lambda key: replicas.send_all(Call(NO_REPLY, "unpin_adapter", [key]))
-        replicas.on_step, replicas.on_death, replicas.on_lost = self._receive, self._die, self._lose
+        replicas.on_step, replicas.on_start = self._receive, self._make_like_others
+        replicas.on_death, replicas.on_failed = self._die, self._fail
 
     async def __aenter__(self) -> Self:
         await self.ready()
@@ -168,30 +169,6 @@ class AsyncEngine:
         await self.shutdown()
 
     # --- requests ---------------------------------------------------------------------------------------------------
-
-    async def generate(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        sampling_params: SamplingParams | BeamSearchParams | None = None,
-        *,
-        streaming: bool = True,
-        **keywords: Any,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Iterates over the outputs of one request, each with everything so far; ``submit`` gives increments instead.
-
-        So does ``output_kind`` DELTA of the parameters; FINAL_ONLY gives one output, as ``streaming=False`` does. The
-        request is aborted when the iteration is left before its end or its task is cancelled. ``keywords``: the fields
-        of ``RequestOptions``, and those of other engines, see ``LLM``.
-
-        Raises:
-            InvalidRequestError, AdapterError, EngineDeadError, EngineStateError: as for ``submit``.
-        """
-        options = options_from_keywords("generate", keywords)
-        kind = RequestOutputKind.CUMULATIVE if streaming else RequestOutputKind.FINAL_ONLY
-        with contextlib.closing(await self.submit(request_id, prompt, sampling_params, options, kind=kind)) as stream:
-            async for output in stream:
-                yield output
 
     async def submit(
         self,
@@ -239,7 +216,7 @@ class AsyncEngine:
     def _send(self, request: RequestState, replica: int | None = None) -> RequestStream:
         """Gives a request to ``replica``, or to the one that the router chooses."""
         try:
-            self._replicas.add(request.group, replica)
+            self._replicas.add(request, replica)
         except OctavoError:
             self.front_end.outputs.discard(request)
             raise
@@ -249,17 +226,23 @@ class AsyncEngine:
         return stream
 
     async def _compute_prefix(self, prefix: SharedPrefix) -> None:
-        prefixes = self.front_end.prefixes
+        prefixes, computed = self.front_end.prefixes, None
         try:
-            for replica in self._replicas.router.alive:  # each has a KV cache of its own
-                request = self.front_end.outputs.open(prefixes.request(prefix), RequestOutputKind.FINAL_ONLY)
-                with contextlib.closing(self._send(request, replica)) as stream:
-                    output = await anext(stream)
+            for replica in self._replicas.living:  # each has a KV cache of its own
+                output = await self._compute_prefix_on(replica, prefix)
+                if output.outputs[0].error != CORE_ENDED:  # its next core will compute all prefixes
+                    computed = output
         except BaseException:  # such as a cancellation
             prefixes.discard(prefix)
             self._replicas.send_all(Unpin(prefix.name))
             raise
-        prefixes.check(prefix, output)
+        if computed is not None:
+            prefixes.check(prefix, computed)
+
+    async def _compute_prefix_on(self, replica: int, prefix: SharedPrefix) -> RequestOutput:
+        request = self.front_end.outputs.open(self.front_end.prefixes.request(prefix), RequestOutputKind.FINAL_ONLY)
+        with contextlib.closing(self._send(request, replica)) as stream:
+            return await anext(stream)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request: its stream gives its last output. Nothing happens if it is not open."""
@@ -306,21 +289,27 @@ class AsyncEngine:
         stream = self._forget(request) if request.finished else self._streams[request.request_id]
         stream.notify()
 
-    def _lose(self, requests: list[EngineCoreRequest], error: EngineDeadError) -> None:
-        """A replica has died, but not the last: these of its requests fail, or start anew."""
-        for group in requests:
-            request = self.front_end.outputs.of_group(group.group_id)
-            stream = self._streams[request.request_id]
-            if self.config.data_parallel_retry and not stream.has_given:
-                self.front_end.outputs.open(request, request.kind)
-                self._queued.add(group.group_id, len(group.prompt_token_ids))
-                self._replicas.add(group)
-            else:
-                self.front_end.outputs.discard(request)
-                self._forget(request).fail(error)
+    def _fail(self, request: RequestState, reason: str) -> None:
+        """A request cannot go on, as no core can compute it."""
+        end = GroupOutput(request.group_id, SequenceStatus.FINISHED_ERROR.value, reason)
+        self.front_end.outputs.process(EngineCoreOutputs(groups=[end]))
+        self._notify(request)
+
+    async def _make_like_others(self, number: int) -> None:
+        """Brings a core that was started in the place of another to the state of the engine."""
+        if self.is_sleeping:
+            await self._replicas.call_one(number, "sleep", 1)
+            return
+        if self._replicas.paused:
+            await self._replicas.call_one(number, "pause", True)
+        for adapter in self.adapters:
+            if adapter.pinned:
+                await self._replicas.call_one(number, "pin_adapter", adapter.ref)
+        for prefix in self.front_end.prefixes:
+            await self._compute_prefix_on(number, prefix)
 
     def _die(self, error: OctavoError) -> None:
-        """The core has died: every open request fails."""
+        """No core is left, and none is started again: every open request fails."""
         self._error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
         self._accepts.set()
         logger.critical("%s", self._error)

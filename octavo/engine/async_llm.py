@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from octavo.core.adapters import LoRARequest
+from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import ConfigError, EngineStateError, OctavoError
 from octavo.core.messages import Unpin
+from octavo.core.outputs import RequestOutput
 from octavo.core.pooling_outputs import Pooled
 from octavo.core.pooling_params import PoolingParams
 from octavo.core.prompts import Prompt
-from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
+from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options_from_keywords
+from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.core.stats import SchedulerStats, sum_stats
 from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.replica import ReplicaState
 from octavo.engine.shared_prefixes import SharedPrefix, request_id_of
 from octavo.engine.tokenizer import Tokenizer
 from octavo.executor.worker import function_name
@@ -41,6 +46,30 @@ class AsyncLLM(AsyncEngine):
         """The model's tokenizer."""
         await self.ready()
         return self.tokenizer
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        *,
+        streaming: bool = True,
+        **keywords: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Iterates over the outputs of one request, each with everything so far; ``submit`` gives increments instead.
+
+        So does ``output_kind`` DELTA of the parameters; FINAL_ONLY gives one output, as ``streaming=False`` does. The
+        request is aborted when the iteration is left before its end or its task is cancelled. ``keywords``: the fields
+        of ``RequestOptions``, and those of other engines, see ``LLM``.
+
+        Raises:
+            InvalidRequestError, AdapterError, EngineDeadError, EngineStateError: as for ``submit``.
+        """
+        options = options_from_keywords("generate", keywords)
+        kind = RequestOutputKind.CUMULATIVE if streaming else RequestOutputKind.FINAL_ONLY
+        with contextlib.closing(await self.submit(request_id, prompt, sampling_params, options, kind=kind)) as stream:
+            async for output in stream:
+                yield output
 
     async def pool(
         self,
@@ -118,6 +147,25 @@ class AsyncLLM(AsyncEngine):
         return ((name, "waiting" if i in waiting else "running") for i, name in self.adapters.open_requests())
 
     # --- the engine ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a core computes requests now; else they wait for one that is being started, unless it has died."""
+        return self._error is None and self._loaded and self._replicas.is_available
+
+    @property
+    def retry_after(self) -> int:
+        """Whole seconds after which a core that is being started may be ready."""
+        return max(1, math.ceil(self._replicas.starter.start_seconds))
+
+    def replica_states(self) -> list[ReplicaState]:
+        """The engine's replicas as they are now."""
+        return self._replicas.states() if self._loaded else []
+
+    @property
+    def num_resumed(self) -> int:
+        """Requests that went on at another core than the one that had begun them, or on one that was started again."""
+        return self._replicas.num_resumed if self._loaded else 0
 
     async def stats(self) -> SchedulerStats:
         """The state of queues and blocks between two steps, and totals, of all replicas together."""

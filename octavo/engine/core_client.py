@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from octavo.core.child_processes import Failure, LogMessage
-from octavo.core.errors import EngineDeadError, InvalidRequestError, OctavoError
+from octavo.core.errors import EngineDeadError, EngineKilledError, InvalidRequestError, OctavoError
 from octavo.core.messages import (
     MAX_BYTES_FROM_CORE,
     MAX_BYTES_TO_CORE,
     Call,
     FromCore,
+    HandOver,
     Ready,
     Reply,
     Shutdown,
@@ -37,7 +38,8 @@ T = TypeVar("T")
 class CoreClient:
     """Sends messages to a core and passes on those that it sends. For one event loop.
 
-    When the core dies all calls fail at once, and ``on_death`` is called, once, and never after ``close``.
+    When the core dies all calls fail at once, and ``on_death`` is called, once, and never after ``close``. From then on
+    no message of the core is looked at: what it has computed and not said is lost, and can be computed again.
     """
 
     def __init__(self, process: CoreProcess) -> None:
@@ -107,14 +109,25 @@ class CoreClient:
             EngineDeadError: it ended before it answered.
             OctavoError: the method failed.
         """
+        return msgspec.msgpack.decode(await self._ask(lambda call_id: Call(call_id, method, list(args))), type=kind)
+
+    async def hand_over(self, group_ids: list[int]) -> None:
+        """Takes requests from the core: all that it has said of them was looked at when this returns.
+
+        Raises:
+            EngineDeadError: it ended before it answered.
+        """
+        await self._ask(lambda call_id: HandOver(call_id, group_ids))
+
+    async def _ask(self, message: Callable[[int], Call | HandOver]) -> msgspec.Raw:
         if self.error is not None or self._closing:
             raise self.error or EngineDeadError("the engine has been shut down")
         call_id = next(self._call_ids)
         future: asyncio.Future[msgspec.Raw] = self._loop.create_future()
         self._calls[call_id] = future
         try:
-            self.send(Call(call_id, method, list(args)))
-            return msgspec.msgpack.decode(await future, type=kind)
+            self.send(message(call_id))
+            return await future
         finally:
             del self._calls[call_id]
 
@@ -164,15 +177,26 @@ class CoreClient:
         if not self._closing:
             self._die(_exit_error(self._exit_report, self._process, loading=not self.ready.done()))
 
-    def give_up(self, error: OctavoError) -> None:
-        """Kills a core that cannot go on and fails all calls with ``error``."""
-        self._die(error)
+    def give_up(self, reason: str) -> None:
+        """Kills a core that cannot go on, as if it had died."""
+        kind = EngineKilledError if self._process.is_stopped else EngineDeadError
+        self._die(kind(reason))
         self._process.end()
+
+    def read_recorder(self) -> set[int]:
+        """The requests of the steps that the core has last begun."""
+        return self._process.read_recorder()
+
+    @property
+    def pid(self) -> int:
+        """The core's process id."""
+        return self._process.pid
 
     def _die(self, error: OctavoError) -> None:
         if self.error is None:
             self._fail_calls(error)
-            self.on_death(error)
+            self._receiver.cancel()  # perhaps within a step: each part of one is looked at as a whole, or not at all
+            self._receiver.add_done_callback(lambda _: None if self._closing else self.on_death(error))
 
     def _fail_calls(self, error: OctavoError) -> None:
         self.error = error
@@ -228,7 +252,10 @@ def _plain_number(value: object) -> Any:
 def _exit_error(report: bytes, process: CoreProcess, *, loading: bool) -> OctavoError:
     """The error of a core that has ended: the ``OctavoError`` reported while loading, else ``EngineDeadError``."""
     if not report:
-        return EngineDeadError(f"the engine's process {process.exit_reason()}")
+        return process.exit_error()
     failure = msgspec.msgpack.decode(report, type=Failure)
     error = failure.error()
-    return error if loading and failure.is_known else EngineDeadError(f"the engine's process failed: {error}")
+    if loading and failure.is_known:
+        return error
+    kind = EngineKilledError if isinstance(error, EngineKilledError) else EngineDeadError
+    return kind(f"the engine's process failed: {error}")

@@ -1,6 +1,6 @@
 """The engine core in a process of its own: receives requests, steps while there is work, sends outputs of each step.
 
-Started by ``core_client.CoreProcess`` as ``python -m octavo.engine.core_process FOLDER DESCRIPTOR``.
+Started by ``core_start.CoreProcess`` as ``python -m octavo.engine.core_process FOLDER LIFE RECORDER``.
 
 On a CPU nothing is prepared for the next step while one computes: all cores are busy then, and there is little to gain.
 With 64 sequences of the demo model, scheduling and processing results cost 0.4 ms of processor time a step, and sending
@@ -39,6 +39,7 @@ from octavo.core.messages import (
     Add,
     Call,
     FromCore,
+    HandOver,
     Ready,
     Reply,
     Shutdown,
@@ -49,6 +50,7 @@ from octavo.core.messages import (
     Unpin,
 )
 from octavo.core.startup_profile import ProcessProfile, phase, profile
+from octavo.engine.flight_recorder import FlightRecorder
 from octavo.engine.garbage import IdleCollector, settle_collector
 
 if TYPE_CHECKING:
@@ -136,6 +138,8 @@ class CoreLoop:
                     self._core.stop(group_id, index)
                 case Unpin(name):
                     self._core.blocks.pinned.remove(name)
+                case HandOver():
+                    self._hand_over(message)
                 case Call(call_id, method, args):
                     self._front_end.send(self._reply(call_id, method, args))
                 case Shutdown():
@@ -143,6 +147,12 @@ class CoreLoop:
         if busy and not self._core.scheduler.has_work:  # emptied by aborts: no step follows that would report it
             self._front_end.send(StepDone(EngineCoreOutputs(), self._core.measure_emptied()))
         return True
+
+    def _hand_over(self, message: HandOver) -> None:
+        """Gives requests up; what was computed of them was sent before the reply, and nothing comes after it."""
+        for group_id in message.group_ids:
+            self._core.abort(group_id)
+        self._front_end.send(Reply(message.call_id, msgspec.Raw(msgspec.msgpack.encode(None))))
 
     def _reply(self, call_id: int, method: str, args: list[Any]) -> Reply:
         encoded, failure = msgspec.msgpack.encode(None), None
@@ -163,8 +173,10 @@ class CoreLoop:
         return Reply(call_id, msgspec.Raw(encoded), failure)
 
 
-def serve(folder: Path) -> None:
+def serve(folder: Path, recorder: int) -> None:
     """Loads what the first message names and serves until ``Shutdown``.
+
+    ``recorder``: the descriptor of the memory of a ``FlightRecorder``.
 
     Raises:
         OctavoError: the model cannot be loaded.
@@ -176,6 +188,7 @@ def serve(folder: Path) -> None:
         settle_collector()
         if core is not None:
             try:
+                core.recorder = FlightRecorder(recorder, core.max_in_flight)
                 CoreLoop(core, front_end).run()
             finally:
                 core.shutdown()
@@ -190,6 +203,7 @@ def _load(front_end: FrontEndLink) -> EngineCore | None:
         importlib.import_module("octavo.runner.model_runner")
         from octavo.core.config import make_config
         from octavo.engine.core import EngineCore
+        from octavo.loader.checkpoint_digest import checkpoint_digest
 
     with phase("waiting for the model's folder"):
         front_end.wait()
@@ -198,10 +212,12 @@ def _load(front_end: FrontEndLink) -> EngineCore | None:
         return None
     send_logs(start.log_level, front_end.send)
     try:
+        # Before the files are read: of those that are changed meanwhile it is not what is read.
+        digest = checkpoint_digest(start.options["model"], Path(start.folder))
         with memory_errors(), phase("model"):
             core = EngineCore(make_config(**start.options), Path(start.folder), start.replica)
         _check_messages(core)
-        front_end.send(Ready(core.model_config, core.max_model_len, _profiles(core)))
+        front_end.send(Ready(core.model_config, core.max_model_len, digest, _profiles(core)))
     except OctavoError:
         raise
     except Exception:
@@ -230,16 +246,18 @@ def _check_messages(core: EngineCore) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The process: ``arguments`` are its private folder and the descriptor of the socket shared with its parent."""
+    """The process: ``arguments`` are its private folder and descriptors: the socket and the memory shared with its
+    parent."""
     # Ctrl-C and a supervisor's signals reach every process of a group; the front end handles them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     gc.disable()  # the imports make many objects that stay: collecting would take a fifth of the start
-    folder, life = Path(arguments[0]), socket.socket(fileno=int(arguments[1]))
+    folder, life, recorder = Path(arguments[0]), socket.socket(fileno=int(arguments[1])), int(arguments[2])
     life.set_inheritable(False)
+    os.set_inheritable(recorder, False)
     end_with(life, lambda: shutil.rmtree(folder, ignore_errors=True))  # no client is left
     try:
-        serve(folder)
+        serve(folder, recorder)
     except Exception as e:
         failure = Failure.of(e)
         failure.message = failure.message[:MAX_EXIT_REPORT]

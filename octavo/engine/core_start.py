@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
 import tempfile
 from pathlib import Path
 
-from octavo.core.start_process import how_it_ended, start_process
+from octavo.core.errors import EngineDeadError, EngineKilledError
+from octavo.core.start_process import how_it_ended, is_stopped, num_out_of_memory, start_process, was_killed
+from octavo.engine.flight_recorder import read_recorder, recorder_memory
 
 #: The path of a Unix socket has at most 107 bytes.
 _LONGEST_TEMP_PATH = 70
@@ -30,10 +33,15 @@ class CoreProcess:
         self.folder = Path(tempfile.mkdtemp(prefix="octavo-", dir=temp if len(temp) <= _LONGEST_TEMP_PATH else "/tmp"))
         #: Readable when the core has ended or is about to.
         self.life, theirs = socket.socketpair()
+        self._recorder: int | None = recorder_memory()
+        self._out_of_memory = num_out_of_memory()
         with theirs:
-            descriptor = theirs.fileno()
+            descriptors = [theirs.fileno(), self._recorder]
             self._process = start_process(
-                "octavo.engine.core_process", self.folder, descriptor, pass_fds=[descriptor], stdin=subprocess.DEVNULL
+                "octavo.engine.core_process",
+                *(self.folder, *descriptors),
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
             )
 
     @property
@@ -51,6 +59,9 @@ class CoreProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):  # a call of a driver cannot be killed
             self._process.wait(_END_TIMEOUT)
         self.life.close()
+        if self._recorder is not None:
+            os.close(self._recorder)
+            self._recorder = None
         self.remove_folder()
 
     async def end_and_wait(self) -> None:
@@ -64,9 +75,20 @@ class CoreProcess:
         """Removes the sockets once the core no longer uses them."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def exit_reason(self) -> str:
+    def read_recorder(self) -> set[int]:
+        """The requests of the steps that it has last begun, see ``FlightRecorder``."""
+        return set() if self._recorder is None else read_recorder(self._recorder)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped it, so that it does not hang by itself."""
+        return is_stopped(self.pid)
+
+    def exit_error(self) -> EngineDeadError:
         """How the process ended; it may still be ending, for some milliseconds."""
         try:
-            return how_it_ended(self._process.wait(timeout=0.2))
+            code = self._process.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
-            return "is ending"
+            return EngineDeadError("the engine's process is ending")
+        kind = EngineKilledError if was_killed(code, self._out_of_memory) else EngineDeadError
+        return kind(f"the engine's process {how_it_ended(code)}")

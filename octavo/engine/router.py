@@ -22,7 +22,6 @@ _LONGEST_PREFIX = 2048
 class RoutedReplica:
     """What is known of one replica."""
 
-    is_alive: bool = True
     #: Tokens of its open requests that are still to be computed, as far as that is known.
     outstanding: int = 0
     #: Digests of the blocks of prompts that it was given, least recently used first.
@@ -59,40 +58,32 @@ class Router:
         self._max_blocks = max_blocks
         self._next = 0
 
-    @property
-    def alive(self) -> list[int]:
-        """The replicas that take requests."""
-        return [i for i, replica in enumerate(self._replicas) if replica.is_alive]
-
-    def choose(self, prompt: list[int], work: int, context: str | bytes = "", replica: int | None = None) -> int:
+    def choose(
+        self, prompt: list[int], work: int, context: str | bytes = "", among: Sequence[int] | None = None
+    ) -> int:
         """The replica for a request, which counts as given to it.
 
         Args:
             prompt: its token ids.
             work: tokens that it takes to compute, prompt and expected output.
             context: what its blocks depend on besides their tokens, such as a salt or an adapter.
-            replica: one that was chosen already.
-
-        Raises:
-            LookupError: no replica is alive.
+            among: the replicas that can serve it, at least one; None: all.
         """
-        alive = [i for i in self.alive if replica in (None, i)]
-        if not alive:
-            raise LookupError("no replica is alive")
+        usable = range(len(self._replicas)) if among is None else among
         if self._routing == "prefix":
             chain = PrefixChain(context, self._block_size)
             chain.extend(prompt, min(len(prompt) // self._block_size, _LONGEST_PREFIX))
             digests = chain.digests[1:]
             cost = {
-                i: self._replicas[i].outstanding - self._replicas[i].cached(digests) * self._block_size for i in alive
+                i: self._replicas[i].outstanding - self._replicas[i].cached(digests) * self._block_size for i in usable
             }
-            chosen = min(alive, key=lambda i: (cost[i], (i - self._next) % len(self._replicas)))
+            chosen = min(usable, key=lambda i: (cost[i], (i - self._next) % len(self._replicas)))
             self._replicas[chosen].remember(digests, self._max_blocks)
         elif self._routing == "least_loaded":
-            turns = {i: (i - self._next) % len(self._replicas) for i in alive}
-            chosen = min(alive, key=lambda i: (self._replicas[i].outstanding, turns[i]))
+            turns = {i: (i - self._next) % len(self._replicas) for i in usable}
+            chosen = min(usable, key=lambda i: (self._replicas[i].outstanding, turns[i]))
         else:
-            chosen = next((i for i in alive if i >= self._next), alive[0])
+            chosen = next((i for i in usable if i >= self._next), usable[0])
         self._next = (chosen + 1) % len(self._replicas)
         self._replicas[chosen].outstanding += work
         return chosen
@@ -106,9 +97,9 @@ class Router:
         for replica in self._replicas:
             replica.blocks.clear()
 
-    def remove(self, replica: int) -> None:
-        """The replica is dead: it gets no more requests."""
-        self._replicas[replica] = RoutedReplica(is_alive=False)
+    def restart(self, replica: int) -> None:
+        """The replica has ended, and with it its cache and all that it was given."""
+        self._replicas[replica] = RoutedReplica()
 
 
 def router_of(config: EngineConfig) -> Router:

@@ -16,6 +16,7 @@ from octavo.core.stats import SchedulerState, StepStats
 from octavo.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from octavo.engine.flight_recorder import FlightRecorder
     from octavo.executor.executor import Executor, PendingStep
 
 logger = logging.getLogger("octavo")
@@ -48,12 +49,14 @@ class StepLoop:
 
     #: Number of the engine core, of several behind one front end.
     replica = 0
+    #: Notes which requests are computed, for those who see this process end.
+    recorder: FlightRecorder | None = None
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, max_in_flight: int = 1) -> None:
         """``max_in_flight``: steps that may be submitted at once, the one that is computed included."""
         self.scheduler = scheduler
         self.executor = executor
-        self._max_in_flight = max_in_flight
+        self.max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self.times = StepTimes()
         self._step_ended: float | None = None
@@ -102,7 +105,7 @@ class StepLoop:
 
     def _may_run_ahead(self) -> bool:
         failed = any(isinstance(pending, _Failed) for _, pending in self._in_flight)
-        return len(self._in_flight) < self._max_in_flight and not failed and self.scheduler.can_run_ahead
+        return len(self._in_flight) < self.max_in_flight and not failed and self.scheduler.can_run_ahead
 
     def drain(self) -> None:
         """Waits for the steps in flight if all of their requests have ended meanwhile."""
@@ -111,6 +114,9 @@ class StepLoop:
 
     def _submit(self) -> None:
         plan = self.scheduler.schedule()
+        if self.recorder is not None and plan.seq_ids:
+            sequences = self.scheduler.queues.sequences
+            self.recorder.note(sequences[seq_id].group.group_id for seq_id in plan.seq_ids)
         try:
             pending: PendingStep = self.executor.submit(plan)
         except Exception as e:  # raised by ``wait``: the result of the step before comes first

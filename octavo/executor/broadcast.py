@@ -8,11 +8,9 @@ has ended. The memory has no name in the file system, so that nothing of it is l
 from __future__ import annotations
 
 import mmap
-import os
 import select
 import socket
 import struct
-import tempfile
 from collections.abc import Sequence
 
 #: Messages that may be unanswered, and the bytes of each that are sent through shared memory.
@@ -24,17 +22,6 @@ _INLINE = 0xFFFFFFFF
 _ANSWER = struct.Struct("<BQ")
 #: A longer answer is refused; the logprobs of a long prompt are the longest.
 MAX_ANSWER = 1 << 30
-
-
-def shared_memory(size: int) -> int:
-    """The descriptor of zeroed memory without a name, to be mapped by processes that inherit it."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("octavo")
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, size)
-    return descriptor
 
 
 class Broadcast:

@@ -11,8 +11,9 @@ import time
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
-from octavo.core.start_process import how_it_ended, start_process
-from octavo.executor.broadcast import SLOT_BYTES, SLOTS, Broadcast, shared_memory
+from octavo.core.shared_memory import shared_memory
+from octavo.core.start_process import how_it_ended, is_stopped, num_out_of_memory, start_process, was_killed
+from octavo.executor.broadcast import SLOT_BYTES, SLOTS, Broadcast
 from octavo.executor.local_connections import LocalConnections
 from octavo.executor.remote import END_TIMEOUT, RemoteExecutor
 from octavo.executor.worker import WorkerSpec
@@ -28,6 +29,7 @@ class MultiprocExecutor(RemoteExecutor):
         """Prepares the workers; ``start`` starts their processes."""
         super().__init__(options, spec, replica)
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._out_of_memory = num_out_of_memory()
 
     def start_workers(self) -> None:
         """Starts the processes."""
@@ -112,6 +114,13 @@ class MultiprocExecutor(RemoteExecutor):
                     return f"worker {number} (process {process.pid}) {how_it_ended(code)}"
             time.sleep(0.01)
         return "a worker has closed its connection"
+
+    def _was_killed(self) -> bool:
+        """See ``RemoteExecutor``."""
+        codes = [process.poll() for process in self._processes]
+        if any(code is not None and was_killed(code, self._out_of_memory) for code in codes):
+            return True
+        return any(is_stopped(process.pid) for process in self._processes)
 
     def _end_workers(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -15,7 +15,7 @@ import msgspec
 
 from octavo.core.child_processes import Failure, LogMessage
 from octavo.core.config import EngineConfig
-from octavo.core.errors import ConfigError, EngineDeadError
+from octavo.core.errors import ConfigError, EngineDeadError, EngineKilledError
 from octavo.core.interrupts import HeldInterrupts
 from octavo.core.option_parts import FIRST_STEP_TIMEOUT
 from octavo.core.parallel import ParallelLayout
@@ -67,6 +67,10 @@ class RemoteExecutor(Executor):
     @abstractmethod
     def _exit_reason(self, rank: int | None = None) -> str:
         """How a worker ended; without ``rank``, the first that has."""
+
+    def _was_killed(self) -> bool:
+        """Whether somebody has ended or stopped a worker, as far as that can be known."""
+        return False
 
     @abstractmethod
     def _end_workers(self, timeout: float) -> None:
@@ -151,7 +155,7 @@ class RemoteExecutor(Executor):
             try:
                 yield
             except ConnectionError:
-                raise self._lose(self._exit_reason(rank)) from None
+                raise self._lose(self._exit_reason(rank), killed=self._was_killed()) from None
             except BaseException as e:  # of a signal handler of the program
                 self._lose(f"{type(e).__name__} was raised in the middle of a message")
                 raise
@@ -177,7 +181,7 @@ class RemoteExecutor(Executor):
                 except TimeoutError:
                     if failure is None:
                         silent = f"workers {missing} have not answered within {timeout:g} s"
-                        self._lose(silent)
+                        self._lose(silent, killed=self._was_killed())
                         raise TimeoutError(silent) from None
                     error = _error(failure[1])
                     self._lose(f"worker {failure[0]} failed: {error}")
@@ -235,9 +239,10 @@ class RemoteExecutor(Executor):
         assert self._broadcast is not None, "start comes first"
         return self._broadcast
 
-    def _lose(self, reason: str) -> EngineDeadError:
+    def _lose(self, reason: str, *, killed: bool = False) -> EngineDeadError:
         """Ends all workers, as one cannot go on: the error to raise."""
-        self._lost = EngineDeadError(f"{reason}; all workers of the engine were ended")
+        kind = EngineKilledError if killed else EngineDeadError
+        self._lost = kind(f"{reason}; all workers of the engine were ended")
         self._end_workers(0.0)
         self.shutdown()
         return self._lost

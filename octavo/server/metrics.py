@@ -17,6 +17,7 @@ from octavo.server.replica_metrics import ReplicaMetrics, Total
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestOutput
     from octavo.core.stats import SchedulerState, StepStats
+    from octavo.engine.replica import ReplicaState
 
 #: Upper bounds of histogram buckets, in seconds.
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -52,6 +53,9 @@ class Metrics:
         #: Name and state, "running" or "waiting", of each open request with an adapter; called by every ``render``.
         self.adapter_states: Callable[[], Iterable[tuple[str, str]]] = tuple
         self._adapter_labels: set[str] = set()
+        #: The replicas, and how often a request went from one core to another; called by every ``render``.
+        self.replica_states: Callable[[], Iterable[ReplicaState]] = tuple
+        self.num_resumed: Callable[[], int] = int
         #: What every ``render`` shows of grammars.
         self.grammars = GrammarStats()
         self._make_requests()
@@ -63,6 +67,7 @@ class Metrics:
         self._make_adapters()
         self._make_grammars()
         self._make_http()
+        self._make_replicas()
         self._replica(0)
 
     def render(self) -> tuple[bytes, str]:
@@ -70,6 +75,7 @@ class Metrics:
         self._log_lines_dropped.set_total(self._dropped_logs())
         self._show_adapter_requests()
         self._show_grammars()
+        self._show_replicas()
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def log(self, stats: StepStats) -> None:
@@ -272,6 +278,21 @@ class Metrics:
         self._grammars_waiting.set(self.grammars.waiting)
         for name, total in self._grammar_totals.items():
             total.set_total(getattr(self.grammars, name))
+
+    def _make_replicas(self) -> None:
+        self._up = self._gauge("replica_up", "1 if the engine core of a replica takes requests, else 0.", ["replica"])
+        self._starts = self._counter("replica_restarts", "Engine cores started in the place of another.", ["replica"])
+        self._restarts: dict[int, Total] = {}
+        self._resumed = Total(
+            self._counter("requests_resumed", "Times that a request went on at another engine core than before.")()
+        )
+
+    def _show_replicas(self) -> None:
+        for state in self.replica_states():
+            self._up(str(state.number)).set(state.status == "ready")
+            total = self._restarts.setdefault(state.number, Total(self._starts(str(state.number))))
+            total.set_total(state.num_restarts)
+        self._resumed.set_total(self.num_resumed())
 
     def _make_http(self) -> None:
         self._http_open = self._gauge("http_open_requests", "HTTP requests being handled.")()

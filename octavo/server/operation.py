@@ -50,11 +50,19 @@ def _of_anthropic(model: Model) -> AnthropicModel:
 
 
 async def health(request: Request) -> Response:
-    """Status 200 while requests are accepted; 503 after the engine has died or during shutdown."""
+    """Status 200 while requests are computed; 503 while an engine is started again, after its end, or at shutdown."""
     service = service_of(request)
     if service.closing:
         raise ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
     service.llm.check_alive()
+    if not service.llm.is_available:
+        raise ApiError(
+            503,
+            "no engine computes requests at this moment; those that are sent now wait for one",
+            kind="server_error",
+            code="engine_starting",
+            headers={"Retry-After": str(service.llm.retry_after)},
+        )
     return Response(b'{"status":"ok"}', media_type="application/json")
 
 

@@ -118,6 +118,6 @@ class Total:
         self._last = 0.0
 
     def set_total(self, total: float) -> None:
-        """Counts what it has grown by since the last one."""
-        self._counter.inc(max(total - self._last, 0))
+        """Counts what it has grown by since the last one; an engine core that was started again begins at 0."""
+        self._counter.inc(total - self._last if total >= self._last else total)
         self._last = total

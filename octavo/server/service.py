@@ -199,6 +199,7 @@ def make_service(
     llm.adapters.reserved += model_names
     llm.inputs.sandbox.seconds_per_minute = options.sandbox_seconds_per_client
     metrics.adapter_states = llm.adapter_requests
+    metrics.replica_states, metrics.num_resumed = llm.replica_states, lambda: llm.num_resumed
     metrics.grammars = llm.inputs.grammars.stats
     resolver = make_resolver(options.lora_resolver, options.lora_folder)
     formats = ChatFormats(options.tool_call_parser, options.reasoning_parser)

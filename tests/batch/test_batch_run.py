@@ -158,7 +158,9 @@ def test_a_run_that_was_killed_goes_on_and_answers_every_row_once(tiny_model: Pa
     assert 10 <= len(whole) < 50, "it was to be killed before it was done"
     out.write_bytes(data[: -len(last) // 2])  # as if the kill had come in the middle of the last write
 
-    assert "the engine's process was ended by signal 9" in kill_half_way(command, out, len(whole) + 12, "engine")
+    assert "the engine's process was ended by signal 9" in kill_half_way(
+        [*command, "--engine-restarts", "0"], out, len(whole) + 12, "engine"
+    )
     found = results(out)
     assert len(whole) + 10 <= len(found) < 60, "it was to be killed before it was done"
     assert all(result["response"]["status_code"] == 200 for result in found), "a dead engine is no answer"

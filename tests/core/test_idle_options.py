@@ -25,7 +25,6 @@ COMPACT = StructuredOutputsConfig(disable_any_whitespace=True)
 IDLE: list[tuple[Options, Options, Options, tuple[str, str]]] = [
     ({"check_plans": True}, {}, {"distributed_executor_backend": "external_launcher"}, ("cpu", "cpu")),
     ({"aging_limit": 5.0}, {"distributed_executor_backend": "external_launcher"}, {}, ("cpu", "cpu")),
-    ({"data_parallel_retry": True}, {}, {"data_parallel_size": 2}, ("cpu", "cpu")),
     ({"data_parallel_routing": "prefix"}, {}, {"data_parallel_size": 2}, ("cpu", "cpu")),
     ({"max_loras": 8}, {}, {"enable_lora": True}, ("cpu", "cpu")),
     ({"max_lora_rank": 8}, {}, {"enable_lora": True}, ("cpu", "cpu")),
@@ -100,7 +99,7 @@ def test_every_row_is_tested() -> None:
 
 
 def test_defaults_and_what_is_off_are_not_named() -> None:
-    asked = {name: False for name in ("check_plans", "deterministic", "enforce_eager", "data_parallel_retry")}
+    asked = {name: False for name in ("check_plans", "deterministic", "enforce_eager")}
     assert idle_options(make_config(model="m"), "cpu") == []
     assert idle_options(make_config(model="m", **asked, swap_space=0, preemption_mode="recompute"), "cpu") == []
 

@@ -432,7 +432,7 @@ def test_what_is_not_refused_can_be_read_by_the_core(
     async def test(llm: AsyncLLM) -> None:
         accepted = 0
         sent: list[bytes] = []
-        client = llm._replicas._cores[0].client
+        client = llm._replicas.all[0].client
         with monkeypatch.context() as patch:
             patch.setattr(client, "_out", SimpleNamespace(send=sent.append))
             for value in ODD:
@@ -522,7 +522,7 @@ def kill_the_core(tiny_model: Path) -> dict[str, bool]:
 
     async def test() -> None:
         process = CoreProcess()
-        llm = await AsyncLLM.start(make_config(model=str(tiny_model), **OPTIONS), process)
+        llm = await AsyncLLM.start(make_config(model=str(tiny_model), engine_restarts=0, **OPTIONS), process)
         tasks = [asyncio.create_task(last(llm, str(i), "Hello", LONG)) for i in range(100)]
         slow = await llm.submit("slow", "Hello", LONG)
         await anext(slow)
@@ -558,7 +558,9 @@ def kill_the_core(tiny_model: Path) -> dict[str, bool]:
 def test_a_core_that_hangs_is_given_up(tiny_model: Path) -> None:
     async def test() -> None:
         process = CoreProcess()
-        llm = await AsyncLLM.start(make_config(model=str(tiny_model), step_timeout=2.0, **OPTIONS), process)
+        llm = await AsyncLLM.start(
+            make_config(model=str(tiny_model), step_timeout=2.0, engine_restarts=0, **OPTIONS), process
+        )
         await last(llm, "a", "Hello", LONG)
         os.kill(process.pid, signal.SIGSTOP)
         await asyncio.sleep(4.0)  # nothing is asked of it
@@ -579,7 +581,9 @@ def test_a_core_that_hangs_is_given_up(tiny_model: Path) -> None:
 def test_the_first_step_may_take_longer(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         process = CoreProcess()
-        llm = await AsyncLLM.start(make_config(model=str(tiny_model), step_timeout=0.2, **OPTIONS), process)
+        llm = await AsyncLLM.start(
+            make_config(model=str(tiny_model), step_timeout=0.2, engine_restarts=0, **OPTIONS), process
+        )
         os.kill(process.pid, signal.SIGSTOP)
         stream = await llm.submit("a", "Hello", LONG)
         await asyncio.sleep(1.0)
@@ -595,10 +599,10 @@ def test_the_first_step_may_take_longer(tiny_model: Path, monkeypatch: pytest.Mo
 
 def test_an_exception_in_the_loop_of_the_core_is_told(tiny_model: Path) -> None:
     async def test() -> None:
-        async with started(tiny_model) as llm:
+        async with started(tiny_model, engine_restarts=0) as llm:
             await last(llm, "a", "Hello", SamplingParams(max_tokens=2))
             # A message that no front end sends: the core cannot go on.
-            llm._replicas._cores[0].client._out.send(b"\xc1 garbage")
+            llm._replicas.all[0].client._out.send(b"\xc1 garbage")
             with pytest.raises(EngineDeadError, match="DecodeError"):
                 await last(llm, "b", "Hello", LONG)
             assert llm.died.is_set()
@@ -707,7 +711,7 @@ def test_an_idle_engine_uses_no_processor_time(shared: Shared) -> None:
     async def test(llm: AsyncLLM) -> None:
         await last(llm, "a", "Hello", SamplingParams(max_tokens=4))
         await asyncio.sleep(0.2)
-        processes = [psutil.Process(llm._replicas._cores[0].client._process.pid), psutil.Process()]
+        processes = [psutil.Process(llm._replicas.all[0].client._process.pid), psutil.Process()]
         before = [sum(p.cpu_times()[:2]) for p in processes]
         await asyncio.sleep(1.5)
         after = [sum(p.cpu_times()[:2]) for p in processes]
@@ -779,7 +783,7 @@ def kill_the_front_end(tiny_model: Path) -> dict[str, bool]:
 
 def test_a_program_that_forgets_to_shut_down_ends_too(tiny_model: Path) -> None:
     async def test() -> None:
-        options = json.dumps({"model": str(tiny_model), **OPTIONS})
+        options = json.dumps({"model": str(tiny_model), "engine_restarts": 0, **OPTIONS})
         program = await asyncio.create_subprocess_exec(
             sys.executable, "-c", PARENT, options, "ends", stdout=asyncio.subprocess.PIPE
         )

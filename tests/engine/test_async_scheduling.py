@@ -371,7 +371,7 @@ def test_a_sequence_that_fails_ends_alone(llm: LLM) -> None:
 def test_by_default_steps_are_planned_ahead_on_a_gpu(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.engine import core
 
-    assert load(tiny_model, device="cpu").llm_engine.core._max_in_flight == 1
+    assert load(tiny_model, device="cpu").llm_engine.core.max_in_flight == 1
     options = make_config(model="any")
     for device, expected in (("cpu", 1), ("cuda", 2)):
         monkeypatch.setattr(core, "resolve_device", lambda name, found=device: found)

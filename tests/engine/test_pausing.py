@@ -165,5 +165,5 @@ def test_a_shutdown_need_not_be_awaited(tiny_model: Path) -> None:
 
 def ended(llm: AsyncLLM) -> bool:
     """Whether the engine's process ends, within seconds."""
-    process = llm._replicas._cores[0].client._process._process
+    process = llm._replicas.all[0].client._process._process
     return process.wait(20) is not None

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from octavo.core.config import EngineConfig
-from octavo.engine.router import Router, router_of
+from octavo.engine.router import Router, Routing, router_of
 
 BLOCK = 16
 
@@ -52,15 +52,20 @@ def test_prefixes_of_other_salts_are_not_shared() -> None:
     assert router.choose(prompt(1, 2, 3), 1, "bob") == 1
 
 
-def test_a_lost_replica_gets_nothing_and_what_it_held_is_forgotten() -> None:
+@pytest.mark.parametrize("routing", ["prefix", "least_loaded", "round_robin"])
+def test_only_those_that_can_serve_a_request_get_it(routing: Routing) -> None:
+    router = Router(3, BLOCK, routing)
+    assert [router.choose(prompt(1), 5, among=[1]) for _ in range(3)] == [1, 1, 1]
+    assert router.choose(prompt(2), 5, among=[1, 2]) == 2
+
+
+def test_what_a_replica_held_is_forgotten_when_it_starts_again() -> None:
     router = Router(2, BLOCK)
-    assert router.choose(prompt(1), 5) == 0
-    router.remove(0)
-    assert router.alive == [1]
-    assert [router.choose(prompt(1), 5) for _ in range(3)] == [1, 1, 1]
-    router.remove(1)
-    with pytest.raises(LookupError):
-        router.choose(prompt(1), 5)
+    assert [router.choose(prompt(1, 2, 3), 1) for _ in range(3)] == [0, 0, 0]
+    router.restart(0)
+    assert router.choose(prompt(4), 1) == 1
+    assert router.choose(prompt(1, 2, 3), 1) == 0, "all that it was given is gone"
+    assert router.choose(prompt(1, 2, 3), 1) == 0
 
 
 def test_conversations_stay_where_their_history_is() -> None:

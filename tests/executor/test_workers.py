@@ -262,7 +262,12 @@ def test_a_worker_that_hangs_in_a_step_ends_the_engine_after_the_step_timeout(ti
 
 def test_a_worker_that_hangs_in_a_step_ends_a_served_engine_after_the_step_timeout(tiny_model: Path) -> None:
     async def scenario() -> list[psutil.Process]:
-        options: dict[str, Any] = {"tensor_parallel_size": 2, "num_gpu_blocks_override": 64, "step_timeout": 2.0}
+        options: dict[str, Any] = {
+            "tensor_parallel_size": 2,
+            "num_gpu_blocks_override": 64,
+            "step_timeout": 2.0,
+            "engine_restarts": 0,
+        }
         config = make_config(model=str(tiny_model), device="cpu", **options)
         others = psutil.Process().children(recursive=True)
         llm = await AsyncLLM.start(config)

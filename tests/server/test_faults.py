@@ -28,6 +28,9 @@ Serve = Callable[..., Running]
 ENDLESS: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True}
 #: With one sequence at a time, a minute or more of the tiny model's.
 SLOW: dict[str, Any] = {"prompt": ["x"] * 200, "max_tokens": 240, "ignore_eos": True}
+RESTARTS = "octavo_replica_restarts_total"
+#: Of a piece without tokens.
+NOTHING: dict[str, Any] = {"token_logprobs": []}
 ONE_AT_A_TIME = ("--max-num-seqs", "1")
 
 
@@ -225,7 +228,7 @@ def test_when_the_engine_dies_open_requests_end_at_once_and_the_server_with_code
 
 def kill_the_engine(serve: Serve) -> dict[str, bool]:
     """Kills the engine under two requests; whether they ended at once."""
-    server = serve(*ONE_AT_A_TIME)
+    server = serve(*ONE_AT_A_TIME, "--engine-restarts", "0")
     streaming = Reader(server, SLOW)
     assert streaming.begun.wait(PATIENCE)
     waiting, whole = in_background(lambda: post(server, SLOW))
@@ -250,7 +253,7 @@ def kill_the_engine(serve: Serve) -> dict[str, bool]:
 
 
 def test_when_the_engine_hangs_it_is_as_if_it_had_died(serve: Serve) -> None:
-    server = serve(*ONE_AT_A_TIME, "--step-timeout", "3")
+    server = serve(*ONE_AT_A_TIME, "--step-timeout", "3", "--engine-restarts", "0")
     streaming = Reader(server, SLOW)
     assert streaming.begun.wait(PATIENCE)
     waiting, whole = in_background(lambda: post(server, SLOW))
@@ -266,6 +269,53 @@ def test_when_the_engine_hangs_it_is_as_if_it_had_died(serve: Serve) -> None:
     assert server.process.wait(PATIENCE) == 70
     assert not core.is_running()
     server.wait_for_log("no step for 3 s")
+
+
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [
+        ([], signal.SIGKILL),
+        (["--step-timeout", "2"], signal.SIGSTOP),
+        (["--standby-engines", "1"], signal.SIGKILL),
+    ],
+    ids=["killed", "stopped", "killed beside a standby"],
+)
+def test_a_lost_engine_is_a_pause_in_the_answers(options: list[str], number: int, serve: Serve) -> None:
+    """A stream that has begun, a request that waits, and one that comes while there is no engine."""
+    server = serve(*ONE_AT_A_TIME, *options)
+    fields = {**SLOW, "prompt": ["x"] * 10, "temperature": 1, "seed": 5, "logprobs": 2}
+    right = post(server, fields).json()
+    if "--standby-engines" in options:
+        server.wait_for_log("ready in reserve")
+    streaming = Reader(server, fields)
+    assert streaming.begun.wait(PATIENCE)
+    waiting, whole = in_background(lambda: post(server, fields))
+    core = psutil.Process(server.core_pid())
+    core.send_signal(number)
+    with server.http() as http:
+        eventually(lambda: http.get("/health").status_code == 503 or server.metric(RESTARTS) == 1)
+        if "--standby-engines" not in options:
+            answer = http.get("/health")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_starting")
+            assert int(answer.headers["Retry-After"]) >= 1
+            assert server.metric("octavo_replica_up") == 0
+            eventually(lambda: server.metric(RESTARTS) == 1)
+        late = post(server, fields).json()
+        streaming.join(PATIENCE)
+        waiting.join(PATIENCE)
+        assert http.get("/health").status_code == 200
+    for choice in right["choices"]:
+        pieces = [c for chunk in events(streaming.text) for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        assert [t for p in pieces for t in (p["logprobs"] or NOTHING)["token_logprobs"]] == choice["logprobs"][
+            "token_logprobs"
+        ]
+    for answer in (whole[0].json(), late):
+        assert (answer["choices"], answer["usage"]) == (right["choices"], right["usage"])
+    assert server.metric(RESTARTS) == 1
+    assert server.metric("octavo_requests_resumed_total") >= 1
+    eventually(lambda: not core.is_running())
+    assert server.stop() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

@@ -20,7 +20,7 @@ from tests.server.running_server import Running
 def test_a_killed_worker_ends_the_server_with_the_reason_and_no_process_is_left(
     busy: bool, serve: Callable[..., Running]
 ) -> None:
-    server = serve("--tensor-parallel-size", "2")
+    server = serve("--tensor-parallel-size", "2", "--engine-restarts", "0")
     family = psutil.Process(server.process.pid).children(recursive=True)
     workers = [process for process in family if "octavo.executor.worker_loop" in process.cmdline()]
     assert len(workers) == 2

@@ -66,7 +66,7 @@ class _GrowingRouter(engine_router.Router):
     def add(self, replica: int) -> None:
         """A replica takes requests, new or again: nothing is outstanding on it, and its cache is empty."""
         missing = replica + 1 - len(self._replicas)
-        self._replicas += [engine_router.RoutedReplica(is_alive=False) for _ in range(missing)]
+        self._replicas += [engine_router.RoutedReplica() for _ in range(missing)]
         self._replicas[replica] = engine_router.RoutedReplica()
 
 
@@ -84,7 +84,8 @@ class EngineRouter(SimulatedRouter):
     def route(self, item: WorkItem, replicas: Sequence[Replica]) -> Replica:
         """See ``SimulatedRouter``."""
         prompt = prompt_of(next(self._count), item) if self.routing == "prefix" else []
-        return self._replicas[self._router.choose(prompt, self.settings.work(item))]
+        numbers = [replica.number for replica in replicas]
+        return self._replicas[self._router.choose(prompt, self.settings.work(item), among=numbers)]
 
     def ended(self, item: WorkItem, replica: Replica) -> None:
         """See ``SimulatedRouter``."""
@@ -97,7 +98,7 @@ class EngineRouter(SimulatedRouter):
 
     def left(self, replica: Replica) -> None:
         """See ``SimulatedRouter``."""
-        self._router.remove(replica.number)
+        self._router.restart(replica.number)
 
 
 class RoundRobin(EngineRouter):

@@ -1,0 +1,44 @@
+"""Which requests an engine core computes, in memory that outlives it: so it is known with which of them it died."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from array import array
+from collections import deque
+from collections.abc import Iterable
+
+from octavo.core.shared_memory import shared_memory
+
+#: Most requests that are noted; each takes 8 bytes, and pages that are not used take no memory.
+_MOST = 1 << 17
+_WORD = 8
+
+
+class FlightRecorder:
+    """The core's side."""
+
+    def __init__(self, descriptor: int, steps: int) -> None:
+        """``descriptor``: of memory made by ``recorder_memory``, which is closed. ``steps``: that may be in flight."""
+        self._memory = mmap.mmap(descriptor, 0)
+        os.close(descriptor)
+        self._steps: deque[frozenset[int]] = deque(maxlen=steps)
+
+    def note(self, group_ids: Iterable[int]) -> None:
+        """A step with these groups begins, beside those that may be in flight."""
+        self._steps.append(frozenset(group_ids))
+        noted = list(frozenset().union(*self._steps))[:_MOST]
+        self._memory[: _WORD * (len(noted) + 1)] = array("q", [len(noted), *noted]).tobytes()
+
+
+def recorder_memory() -> int:
+    """The descriptor of memory for a recorder, in which nothing is noted yet."""
+    return shared_memory(_WORD * (_MOST + 1))
+
+
+def read_recorder(descriptor: int) -> set[int]:
+    """The groups of the last steps that a core has begun. Some may have ended since."""
+    words = array("q", os.pread(descriptor, _WORD, 0))
+    if not words or not 0 < words[0] <= _MOST:
+        return set()
+    return set(array("q", os.pread(descriptor, _WORD * words[0], _WORD)))

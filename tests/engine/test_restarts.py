@@ -1,0 +1,228 @@
+"""Engine cores that die, hang or are killed again and again: every request goes on with the bits that it gets alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import AsyncLLM, RequestOutput
+from octavo.core.errors import EngineDeadError
+from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+from tests.engine.test_invariance_scheduling import everything
+from tests.engine.test_resumption import OPTIONS, PARAMS, PROMPTS, engine, finish
+
+LONG = SamplingParams(temperature=1.0, seed=11, max_tokens=150, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: Path) -> list[Any]:
+    """What one engine core answers."""
+    return [everything(output) for output, _ in finish(engine(tiny_model))]
+
+
+def run(model: Path, scenario: Callable[[AsyncLLM], Awaitable[Any]], **options: Any) -> Any:
+    async def main() -> Any:
+        async with AsyncLLM(model, **{**OPTIONS, "engine_restarts": 50, **options}) as llm:
+            return await asyncio.wait_for(scenario(llm), 120)
+
+    return asyncio.run(main())
+
+
+def kill(llm: AsyncLLM, replica: int = 0, number: int = signal.SIGKILL) -> None:
+    """Sends a signal to the core of a replica, if it has one now."""
+    pid = llm.replica_states()[replica].pid
+    if pid is not None:
+        os.kill(pid, number)
+
+
+async def stream(llm: AsyncLLM, name: str, prompt: Any, params: Any, took: Callable[[], object] = int) -> RequestOutput:
+    """A whole request; ``took`` is called after each of its outputs."""
+    outputs = []
+    async for output in await llm.submit(name, prompt, params):
+        outputs.append(output)
+        took()
+    total = outputs[0]
+    for output in outputs[1:]:
+        total += output
+    return total
+
+
+async def all_kinds(llm: AsyncLLM, took: Callable[[], object]) -> list[Any]:
+    work = enumerate(zip(PROMPTS, PARAMS, strict=True))
+    outputs = await asyncio.gather(*(stream(llm, str(i), prompt, params, took) for i, (prompt, params) in work))
+    return [everything(output) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"data_parallel_size": 2},
+        {"standby_engines": 1},
+        {"tensor_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"async_scheduling": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_killed_core_costs_no_request_a_bit(options: dict[str, Any], whole: list[Any], tiny_model: Path) -> None:
+    """The core of a replica is killed after every 12 outputs."""
+
+    async def scenario(llm: AsyncLLM) -> None:
+        taken = 0
+
+        def took() -> None:
+            nonlocal taken
+            taken += 1
+            if taken % 12 == 0:
+                kill(llm, taken // 12 % len(llm.replica_states()))
+
+        assert await all_kinds(llm, took) == whole
+        assert sum(state.num_restarts for state in llm.replica_states()) >= 1
+        assert not llm.died.is_set()
+        assert (await llm.stats()).blocks_used == 0
+
+    run(tiny_model, scenario, **options)
+
+
+def test_a_hung_core_is_replaced(tiny_model: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> tuple[RequestOutput, RequestOutput, float]:
+        right = await stream(llm, "right", "x", LONG)
+        taken, stopped = 0, 0.0
+
+        def took() -> None:
+            nonlocal taken, stopped
+            taken += 1
+            if taken == 20:
+                kill(llm, number=signal.SIGSTOP)
+                stopped = time.monotonic()
+
+        again = await stream(llm, "again", "x", LONG, took)
+        return right, again, time.monotonic() - stopped
+
+    right, again, seconds = run(tiny_model, scenario, step_timeout=1)
+    assert everything(right) == everything(again)
+    assert seconds < 30
+
+
+def test_a_lost_worker_is_a_lost_core(tiny_model: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        import psutil
+
+        right = await stream(llm, "right", "x", LONG)
+        taken = 0
+
+        def took() -> None:
+            nonlocal taken
+            taken += 1
+            if taken == 20:
+                psutil.Process(llm.replica_states()[0].pid).children()[1].kill()
+
+        assert everything(await stream(llm, "again", "x", LONG, took)) == everything(right)
+        assert llm.replica_states()[0].num_restarts == 1
+
+    run(tiny_model, scenario, tensor_parallel_size=2)
+
+
+def test_requests_that_come_while_no_core_lives_wait(tiny_model: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        right = await stream(llm, "right", "x", LONG)
+        kill(llm)
+        while llm.is_available:
+            await asyncio.sleep(0.001)
+        tasks = [asyncio.ensure_future(stream(llm, str(i), "x", LONG)) for i in range(3)]
+        await asyncio.sleep(0)
+        await llm.abort("1")
+        stats = await llm.stats()  # of the next core
+        assert stats.num_waiting + stats.num_running <= 2
+        outputs = await asyncio.gather(*tasks)
+        assert outputs[1].outputs[0].finish_reason == "abort"
+        assert everything(outputs[0]) == everything(outputs[2]) == everything(right)
+
+    run(tiny_model, scenario)
+
+
+def test_beyond_the_limit_the_engine_ends(tiny_model: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        for _ in range(2):
+            await stream(llm, "a", "x", SamplingParams(max_tokens=2))
+            kill(llm)
+            while llm.is_available:
+                await asyncio.sleep(0.001)
+            with pytest.raises(EngineDeadError, match="SIGKILL") if llm.died.is_set() else _nothing():
+                await stream(llm, "b", "x", SamplingParams(max_tokens=2))
+        assert llm.died.is_set()
+
+    run(tiny_model, scenario, engine_restarts=1)
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_pins_and_prefixes_are_there_again(tiny_model: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        await llm.add_shared_prefix("a system prompt for all", "system")
+        pinned = (await llm.stats()).blocks_pinned
+        for _ in range(2):
+            kill(llm)
+            while llm.is_available:
+                await asyncio.sleep(0.001)
+            output = await stream(llm, "a", "a system prompt for all, 1", SamplingParams(max_tokens=2))
+            assert output.metrics is not None and output.metrics.num_cached_tokens >= 20
+            assert (await llm.stats()).blocks_pinned == pinned > 0
+
+    run(tiny_model, scenario)
+
+
+def test_an_answer_does_not_go_on_with_another_model(tiny_model: Path, tmp_path: Path) -> None:
+    import shutil
+
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+
+    async def scenario(llm: AsyncLLM) -> None:
+        taken = 0
+
+        def took() -> None:
+            nonlocal taken
+            taken += 1
+            if taken == 20:
+                os.utime(model / "model.safetensors")
+                kill(llm)
+
+        output = await stream(llm, "a", "x", LONG, took)
+        assert output.outputs[0].finish_reason == "error"
+        assert "the model's files were changed" in (output.outputs[0].error or "")
+        assert (await stream(llm, "b", "x", LONG)).outputs[0].finish_reason == "length"
+
+    run(model, scenario)
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind), ids=lambda kind: kind.name)
+def test_outputs_of_every_kind_go_on(kind: RequestOutputKind, tiny_model: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        async def outputs(name: str, kills: bool) -> list[Any]:
+            params = SamplingParams(temperature=1.0, seed=4, max_tokens=60, ignore_eos=True, output_kind=kind, stop="q")
+            taken = []
+            async for output in llm.generate(name, "x", params):
+                taken.append((output.outputs[0].text, tuple(output.outputs[0].token_ids)))
+                if kills and len(taken) == 7:
+                    kill(llm)
+            return taken
+
+        right, again = await outputs("right", False), await outputs("again", True)
+        if kind is RequestOutputKind.DELTA:
+            right, again = ([["".join(text for text, _ in o)]] for o in (right, again))
+        assert right[-1] == again[-1]
+
+    run(tiny_model, scenario)
