@@ -11,9 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import models
@@ -36,16 +38,36 @@ _START, _END = 900.0, 30.0
 _MOST_WAITING = 1 << 30
 
 
+@dataclass(frozen=True)
+class OwnServer:
+    """A server that runs."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    #: What it has logged.
+    log: Path
+
+
 @contextmanager
 def running_server(options: EngineConfig) -> Iterator[str]:
-    """The URL of a server with these options, for the time of a block; it serves the model as ``SERVED_NAME``.
+    """The URL of a server with these options, for the time of a block; see ``own_server``."""
+    with own_server(options) as server:
+        yield server.url
 
-    It turns no request away. A shape without a tokenizer gets one of a word for each id.
+
+@contextmanager
+def own_server(
+    options: EngineConfig, more: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> Iterator[OwnServer]:
+    """A server with these options, for the time of a block; it serves the model as ``SERVED_NAME``.
+
+    It turns no request away. A shape without a tokenizer gets one of a word for each id. ``more``: further options of
+    the engine or the server; ``environ``: further variables.
 
     Raises:
         ConfigError: it does not start.
     """
-    given = options.model_dump(mode="json", exclude_unset=True)
+    given = options.model_dump(mode="json", exclude_unset=True) | dict(more or {})
     server = {
         "port": 0,
         "served_model_name": SERVED_NAME,
@@ -63,16 +85,16 @@ def running_server(options: EngineConfig) -> Iterator[str]:
         config.write_text(json.dumps(given | server), encoding="utf-8")  # JSON is YAML
         # Variables win over the file, and what they say is in it already.
         options_of_file = {PREFIX + option.upper() for option in OPTIONS} | {"OCTAVO_CONFIG", "OCTAVO_API_KEYS"}
-        environ = {key: value for key, value in os.environ.items() if key not in options_of_file}
+        inherited = {key: value for key, value in os.environ.items() if key not in options_of_file}
         with log.open("wb") as stream:
             process = subprocess.Popen(
                 [sys.executable, "-m", "octavo", "serve", "--config", str(config)],
                 stdout=stream,
                 stderr=stream,
-                env=environ,
+                env={**inherited, **(environ or {})},
             )
         try:
-            yield _url(process, log)
+            yield OwnServer(_url(process, log), process, log)
         finally:
             process.send_signal(signal.SIGTERM)
             try:

@@ -118,7 +118,7 @@ class Client:
             reader.end(status)
         except TimeoutError:
             outcome.error = "timeout"
-        except _ResponseError as e:
+        except ResponseError as e:
             outcome.error, outcome.error_text = e.kind, e.text
         except (CutOffError, ProtocolError) as e:
             outcome.error, outcome.error_text = "cut off" if isinstance(e, CutOffError) else "not HTTP", str(e)
@@ -148,7 +148,7 @@ class Client:
         return {name: value for name, value in fields.items() if value is not None}
 
 
-class _ResponseError(Exception):
+class ResponseError(Exception):
     """A response that is not a completion."""
 
     def __init__(self, kind: str, text: str) -> None:
@@ -156,19 +156,17 @@ class _ResponseError(Exception):
         self.kind, self.text = kind, text
 
 
-class _ResponseReader:
-    """Reads the events of a response into its outcome as they arrive."""
+class EventReader:
+    """Reads the events of a streamed response as they arrive."""
 
-    def __init__(self, outcome: RequestOutcome) -> None:
-        self._outcome = outcome
+    def __init__(self) -> None:
         self._rest = b""
-        self._finished = False
 
     def feed(self, status: int, piece: bytes, now: float) -> None:
         """Reads a piece of the body.
 
         Raises:
-            _ResponseError: the request failed, or the body is not a stream of completions.
+            ResponseError: the request failed, or the body is not a stream of completions.
         """
         *lines, self._rest = (self._rest + piece if self._rest else piece).split(b"\n")
         if status != 200:
@@ -176,25 +174,43 @@ class _ResponseReader:
             return
         for line in lines:
             if line.startswith(b"data:"):
-                self._read_event(line[5:].strip(), now)
+                self.read_event(line[5:].strip(), now)
         if len(self._rest) > EVENT_BYTES:
-            raise _ResponseError("bad event", f"longer than {EVENT_BYTES} bytes")
+            raise ResponseError("bad event", f"longer than {EVENT_BYTES} bytes")
 
     def end(self, status: int) -> None:
         """The response has ended.
 
         Raises:
-            _ResponseError: the status is an error, or the completion is not finished.
+            ResponseError: the status is an error.
         """
-        outcome = self._outcome
         if status != 200:
-            raise _ResponseError(f"http {status}", self._rest.decode("utf-8", "replace"))
+            raise ResponseError(f"http {status}", self._rest.decode("utf-8", "replace"))
+
+    def read_event(self, data: bytes, now: float) -> None:
+        """Reads the data of an event that arrived ``now``."""
+        raise NotImplementedError
+
+
+class _ResponseReader(EventReader):
+    """Reads the events of a response into its outcome."""
+
+    def __init__(self, outcome: RequestOutcome) -> None:
+        super().__init__()
+        self._outcome = outcome
+        self._finished = False
+
+    def end(self, status: int) -> None:
+        """As of the base class; raises also if the completion is not finished."""
+        super().end(status)
+        outcome = self._outcome
         if not self._finished:
-            raise _ResponseError("cut off", "the stream ended without [DONE] or a finish reason")
+            raise ResponseError("cut off", "the stream ended without [DONE] or a finish reason")
         if not outcome.has_usage:
             outcome.output_tokens = len(outcome.chunks)
 
-    def _read_event(self, data: bytes, now: float) -> None:
+    def read_event(self, data: bytes, now: float) -> None:
+        """As of the base class; raises ``ResponseError`` if the event is none of a completion."""
         outcome = self._outcome
         if data == b"[DONE]":
             self._finished = True
@@ -202,9 +218,9 @@ class _ResponseReader:
         try:
             event = _decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
-            raise _ResponseError("bad event", str(e)) from None
+            raise ResponseError("bad event", str(e)) from None
         if event.error is not None:
-            raise _ResponseError("error in stream", msgspec.json.encode(event.error).decode()[:ERROR_BYTES])
+            raise ResponseError("error in stream", msgspec.json.encode(event.error).decode()[:ERROR_BYTES])
         if event.usage is not None:
             outcome.has_usage = True
             outcome.prompt_tokens = event.usage.prompt_tokens

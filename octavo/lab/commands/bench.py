@@ -13,6 +13,7 @@ from octavo.core.errors import ConfigError
 from octavo.lab.commands import (
     bench_allocators,
     bench_calibrate,
+    bench_chaos,
     bench_grammar,
     bench_kernels,
     bench_policies,
@@ -38,9 +39,10 @@ KINDS = (
     "allocators",
     "policies",
     "serve",
+    "chaos",
 )
 #: Kinds with a parser of their own.
-OWN_PARSERS = {"allocators": bench_allocators, "policies": bench_policies, "serve": bench_serve}
+OWN_PARSERS = {"allocators": bench_allocators, "policies": bench_policies, "serve": bench_serve, "chaos": bench_chaos}
 
 EXAMPLE = """\
 examples:
@@ -59,6 +61,7 @@ examples:
   octavo bench allocators smollm2-135m --cases short,long
   octavo bench policies smollm2-135m --places process,simulated
   octavo bench serve --model smollm2-135m --concurrency 16
+  octavo bench chaos smollm2-135m --duration 60
 
 offline    throughput of batches of random prompts, greedy decoding to a fixed length; one row for each batch size.
            With --speculative: of drafters against no drafts, in turns, on texts to write out again with a change,
@@ -78,6 +81,7 @@ grammar    structured output: time of masks for ten schemas of growing size, thr
 allocators paged against contiguous KV caches: octavo bench allocators --help
 policies   scheduling policies on scenarios, in process, on a server, simulated: octavo bench policies --help
 serve      latency and throughput of a server over HTTP; its options: octavo bench serve --help
+chaos      whether answers stay the same while processes of a server are killed: octavo bench chaos --help
 """
 
 
