@@ -23,6 +23,7 @@ from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.core.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from octavo.core.stats import AdapterStats, GroupState, SchedulerStats, SpeculationStats, StepStats, sum_stats
 from octavo.core.structured_outputs import StructuredOutputsParams
+from octavo.engine.replica import ReplicaState
 from octavo.engine.stat_loggers import StatusLine
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.sandbox.pool import Sandbox
@@ -370,6 +371,7 @@ def test_the_dashboard_reads_every_metric_and_none_that_does_not_exist() -> None
         observer.update(pooled(), "length")
     metrics.http_started()
     metrics.http_finished("/health", 200)
+    metrics.replica_states = lambda: [ReplicaState(0, "ready", 1, 0, 2)]
     exported = {name.split("{")[0] for name in samples(metrics)}
     # Creation times that the client library adds; no panel shows them.
     exported = {name for name in exported if not name.endswith("_created")}
@@ -515,3 +517,20 @@ def test_tracing_without_opentelemetry_says_what_to_install(monkeypatch: pytest.
         Tracer("m", "http://127.0.0.1:4318/v1/traces")
     with pytest.raises(ConfigError, match="endpoint"):
         Tracer("m")
+
+
+def test_the_replicas_and_what_went_from_one_to_another() -> None:
+    metrics = Metrics("m")
+    states = [ReplicaState(0, "ready", 1, 0, 2), ReplicaState(1, "starting", None, 3, 1)]
+    metrics.replica_states, metrics.num_resumed = lambda: states, lambda: 7
+    found = samples(metrics)
+    assert [found[f'octavo_replica_up{{model_name="m",replica="{i}"}}'] for i in range(2)] == [1, 0]
+    assert [found[f'octavo_replica_restarts_total{{model_name="m",replica="{i}"}}'] for i in range(2)] == [2, 1]
+    assert found['octavo_requests_resumed_total{model_name="m"}'] == 7
+
+
+def test_totals_of_an_engine_core_that_was_started_again_are_added_to_those_before() -> None:
+    metrics = Metrics("m")
+    for total in (5, 8, 2, 3):
+        metrics.on_state(msgspec.structs.replace(STEP, prefix_hit_tokens=total))
+    assert samples(metrics)['octavo_prefix_cache_hit_tokens_total{model_name="m",replica="0"}'] == 8 + 3
