@@ -184,7 +184,9 @@ class ServerOptions(BaseModel):
         "content), qwen3, deepseek_r1, mistral, gemma, seed_oss, granite, or module:Class.",
     )
     enable_admin_routes: bool = Field(
-        False, description="Offer /sleep, /wake_up and /is_sleeping, which free the engine's memory for a while."
+        False,
+        description="Offer /sleep, /wake_up and /is_sleeping, which free the engine's memory for a while, and "
+        "/admin/replicas, /admin/drain, /admin/undrain and /admin/restart, which move requests between replicas.",
     )
     lora_modules: AdapterPaths = Field(
         None,

@@ -29,6 +29,7 @@ from octavo.engine.adapter_registry import AdapterRegistry
 from octavo.engine.core_start import CoreProcess
 from octavo.engine.front_end import FrontEnd, Params
 from octavo.engine.input_processor import InputProcessor
+from octavo.engine.migration import Migration
 from octavo.engine.model_files import check_classes, find_model
 from octavo.engine.output_processor import RequestState
 from octavo.engine.replicas import CORE_ENDED, Replicas
@@ -36,6 +37,7 @@ from octavo.engine.request_stream import QueuedTokens, RequestStream
 from octavo.engine.shared_prefixes import SharedPrefix
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.tokenizer import Tokenizer
+from octavo.loader.checkpoint_digest import description_digest
 
 #: Sequences of a step processed before the event loop runs other tasks; each takes some 20 microseconds.
 MAX_SEQUENCES_AT_ONCE = 64
@@ -58,6 +60,7 @@ class AsyncEngine:
     #: The starts of the other processes.
     startup_profiles: list[ProcessProfile]
     _replicas: Replicas
+    _migration: Migration
 
     def __init__(
         self, model: str | os.PathLike[str] | EngineConfig, *, stat_loggers: Sequence[StatLogger] = (), **options: Any
@@ -146,6 +149,7 @@ class AsyncEngine:
         try:
             with phase("model files and tokenizer"):
                 model = await asyncio.to_thread(find_model, config, partial(loop.call_soon_threadsafe, start))
+            replicas.starter.description = await asyncio.to_thread(description_digest, model.folder)
             if config.enable_lora:  # what checks adapters, so that the first one holds up no request
                 await asyncio.to_thread(importlib.import_module, "octavo.loader.adapters.adapter_files")
             with phase("waiting for the engine core"):
@@ -159,6 +163,7 @@ class AsyncEngine:
         self.startup_profiles = ready.profiles
         self.adapters.on_unpin = lambda key: replicas.send_all(Call(NO_REPLY, "unpin_adapter", [key]))
         replicas.on_step, replicas.on_start = self._receive, self._make_like_others
+        self._migration = Migration(replicas)
         replicas.on_death, replicas.on_failed = self._die, self._fail
 
     async def __aenter__(self) -> Self:

@@ -167,6 +167,37 @@ class AsyncLLM(AsyncEngine):
         """Requests that went on at another core than the one that had begun them, or on one that was started again."""
         return self._replicas.num_resumed if self._loaded else 0
 
+    async def drain_replica(self, number: int) -> int:
+        """Has a replica take no more requests, and the others go on with those that it has: how many; no stream breaks.
+
+        Raises:
+            ConfigError: there is no such replica.
+            EngineStateError: no other one takes requests.
+        """
+        await self.ready()
+        return await self._migration.drain(number)
+
+    async def undrain_replica(self, number: int) -> None:
+        """Has a drained replica take requests again.
+
+        Raises:
+            ConfigError: there is no such replica.
+        """
+        await self.ready()
+        self._migration.undrain(number)
+
+    async def restart_replicas(self) -> None:
+        """Starts the core of each replica again, one after the other; see ``Migration.restart``. No stream breaks.
+
+        Raises:
+            EngineStateError: this is being done already, or the engine sleeps.
+            ConfigError: the model's configuration or tokenizer was changed.
+            EngineDeadError, OctavoError: a core could not be started.
+        """
+        await self.ready()
+        self._check_accepts("restart_replicas()")
+        await self._migration.restart()
+
     async def stats(self) -> SchedulerStats:
         """The state of queues and blocks between two steps, and totals, of all replicas together."""
         return sum_stats(await self.replica_stats())

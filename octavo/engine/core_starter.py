@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from octavo.core.errors import EngineDeadError, OctavoError
+from octavo.core.errors import ConfigError, EngineDeadError, OctavoError
 from octavo.core.messages import Ready, Start
 from octavo.engine.core_client import CoreClient
 from octavo.engine.core_start import CoreProcess
+from octavo.loader.checkpoint_digest import checkpoint_digest, description_digest
+from octavo.loader.resolve import gguf_folder
 
 #: Seconds within which the starts of a replica are counted: more than ``engine_restarts`` of them are not tried.
 RESTART_WINDOW = 600.0
@@ -31,6 +34,8 @@ class StartedCore:
 
     client: CoreClient
     ready: Ready
+    #: When it was begun, on the clock of ``time.monotonic``.
+    began: float = 0.0
 
 
 class RestartLimit:
@@ -77,6 +82,8 @@ class CoreStarter:
         self._filling: asyncio.Task[None] | None = None
         self._starting: set[CoreClient] = set()
         self._closed = False
+        #: Of the files that the front end has read, see ``description_digest``.
+        self.description = ""
 
     def begin(self, clients: list[CoreClient], options: dict[str, Any], log_level: int, folder: Path) -> None:
         """Tells the first cores to load the model, as all later ones will be told."""
@@ -97,8 +104,11 @@ class CoreStarter:
 
         Raises:
             OctavoError: it could not load the model.
+            ConfigError: the model's configuration or tokenizer was changed.
             EngineDeadError: it has ended meanwhile, or takes far longer than the first one did.
         """
+        await self.check_files()
+        began = time.monotonic()
         patience = max(_LEAST_PATIENCE, _PATIENCE * self.start_seconds)
         client = CoreClient(CoreProcess())  # it imports its modules meanwhile
         self._starting.add(client)
@@ -107,7 +117,7 @@ class CoreStarter:
                 await after.kill()
             client.send(self._message(number))
             async with asyncio.timeout(patience):
-                return StartedCore(client, await client.ready)
+                return StartedCore(client, await client.ready, began)
         except TimeoutError:
             await client.kill()
             raise EngineDeadError(f"the engine's process was not ready after {patience:.0f} s") from None
@@ -116,6 +126,48 @@ class CoreStarter:
             raise
         finally:
             self._starting.discard(client)
+
+    async def check_files(self) -> None:
+        """A core that is started now would have the configuration and the tokens that the front end knows.
+
+        Raises:
+            ConfigError: the files were changed.
+        """
+        if await asyncio.to_thread(lambda: description_digest(self._folder())) != self.description:
+            raise ConfigError(
+                "the model's configuration or tokenizer was changed since it was loaded: the whole engine must be "
+                "started again"
+            )
+
+    async def digest_now(self) -> str:
+        """The digest of the model that a core has which is started now."""
+        assert self._start is not None
+        return await asyncio.to_thread(checkpoint_digest, self._start.options["model"], self._folder())
+
+    def _folder(self) -> Path:
+        """Where the model's configuration and tokenizer are now; those of a GGUF file that was changed are read."""
+        assert self._start is not None, "begin comes first"
+        model = Path(os.path.expanduser(self._start.options["model"]))
+        return gguf_folder(model) if os.path.isfile(model) else Path(self._start.folder)
+
+    async def renew_reserve(self, since: float) -> None:
+        """Ends the cores in reserve that were begun before ``since``, and waits for others in their place.
+
+        Raises:
+            EngineDeadError: they are not ready.
+        """
+        if not self._num_standby:
+            return
+        if self._filling is not None:
+            await asyncio.wait([self._filling])
+        old = [core for core in self._reserve if core.began < since]
+        self._reserve = [core for core in self._reserve if core.began >= since]
+        await asyncio.gather(*(core.client.kill() for core in old))
+        self.fill_reserve()
+        if self._filling is not None:
+            await asyncio.wait([self._filling])
+        if len(self._reserve) < self._num_standby:
+            raise EngineDeadError("no engine's process could be started in reserve; the log says why")
 
     def fill_reserve(self) -> None:
         """Starts cores in reserve until there are as many as there shall be."""

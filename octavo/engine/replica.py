@@ -59,12 +59,14 @@ class Replica:
     restarts: RestartLimit
     status: ReplicaStatus = "starting"
     open: dict[int, OpenRequest] = field(default_factory=dict)
-    #: Of its core.
+    #: Of all of its cores: the first step of a later one is as fast as any, as what was compiled for it is kept.
     num_steps: int = 0
     #: Of the model that its core has loaded.
     digest: str = ""
     #: Whether an operator wants it to take no requests.
     drained: bool = False
+    #: Whether its core is being started again on purpose.
+    is_restarting: bool = False
     #: Steps when the watchdog last looked, and seconds for which there was none since.
     seen_steps: int = -1
     quiet: float = 0.0

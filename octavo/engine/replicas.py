@@ -15,7 +15,6 @@ import msgspec
 from octavo.core.config import EngineConfig
 from octavo.core.errors import EngineDeadError, EngineKilledError, InvalidRequestError, OctavoError
 from octavo.core.messages import Add, Ready, StepDone, ToCore
-from octavo.core.option_parts import FIRST_STEP_TIMEOUT
 from octavo.engine.blame import Blame
 from octavo.engine.core_client import CoreClient
 from octavo.engine.core_start import CoreProcess
@@ -23,6 +22,7 @@ from octavo.engine.core_starter import RESTART_WINDOW, CoreStarter, RestartLimit
 from octavo.engine.output_processor import RequestState
 from octavo.engine.replica import OpenRequest, Replica, ReplicaState
 from octavo.engine.router import router_of
+from octavo.engine.watchdog import watch
 
 #: Output tokens that a request without a limit is expected to take.
 _EXPECTED_TOKENS = 256
@@ -99,7 +99,7 @@ class Replicas:
         self.starter.begin([replica.client for replica in self.all], options, log_level, folder)
 
     def _connect(self, replica: Replica, core: StartedCore) -> None:
-        replica.client, replica.digest, replica.num_steps = core.client, core.ready.digest, 0
+        replica.client, replica.digest = core.client, core.ready.digest
         core.client.on_step = partial(self._receive, replica)
         core.client.on_death = partial(self._lose, replica, core.client)
 
@@ -125,7 +125,7 @@ class Replicas:
         """Sends a request to a core, or has it wait for one, or fail if there will be none that can go on with it."""
         usable = [replica.number for replica in self.all if self._may_take(replica, entry)]
         if number is None and not usable:
-            later = any(replica.status == "starting" for replica in self.all)
+            later = any(replica.status == "starting" or replica.is_restarting for replica in self.all)
             if not later and entry.digest is not None and any(replica.lives for replica in self.all):
                 self._fail(entry, _MODEL_CHANGED)
             else:
@@ -170,14 +170,28 @@ class Replicas:
             self.router.release(entry.replica.number, entry.work)
             entry.replica = None
 
-    async def move(self, number: int) -> int:
+    async def move(self, number: int, next_digest: str | None = None) -> int:
         """Gives the requests of a replica, which takes no more, to others that can go on with them: how many.
 
-        Those for which there is no other, as the model was changed, stay.
+        ``next_digest``: of the model that the next core of this replica will have, for which requests can wait. Those
+        that can go on nowhere else stay.
+
+        Raises:
+            EngineDeadError: its core has died meanwhile; its requests are where they shall be.
         """
         replica = self.all[number]
         others = [r for r in self.all if r is not replica]
-        movable = [i for i, entry in replica.open.items() if any(self._may_take(r, entry) for r in others)]
+        movable = [
+            i
+            for i, entry in replica.open.items()
+            if not entry.is_fixed
+            and (
+                any(self._may_take(r, entry) for r in others)
+                or (next_digest is not None and entry.digest in (None, next_digest))
+            )
+        ]
+        if not movable:
+            return 0
         await replica.client.hand_over(movable)
         return self._send_on([entry for i in movable if (entry := replica.open.get(i)) is not None])
 
@@ -272,7 +286,7 @@ class Replicas:
         restarts = not self._closing and replica.restarts.take()
         replica.status = "starting" if restarts else "dead"
         if all(r.status == "dead" for r in self.all):
-            self._run(client.kill())
+            self.run(client.kill())
             self._end(dead)
             return
         logger.error(
@@ -281,15 +295,17 @@ class Replicas:
             f", and it is started again, for the {replica.restarts.num_recent}. time in {RESTART_WINDOW / 60:g} minutes"
             if restarts else "",
         )  # fmt: skip
-        self._run(self._replace(replica, client) if restarts else client.kill())
+        self.run(self._replace(replica, client) if restarts else client.kill())
         self._send_on(lost)
         if not self.is_available:
             self._available.clear()
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that the end of the engine cancels, and nothing else."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _replace(self, replica: Replica, old: CoreClient) -> None:
         """Starts a core in the place of one that has ended, or takes one in reserve."""
@@ -317,6 +333,16 @@ class Replicas:
         self._available.set()
         self.on_death(error)
 
+    async def replace(self, replica: Replica) -> None:
+        """Ends the core of a replica and starts another in its place, within the limit of its restarts."""
+        replica.status = "starting"
+        if not self.is_available:
+            self._available.clear()
+        old = replica.client
+        await old.close()
+        self.router.restart(replica.number)
+        await self._replace(replica, old)
+
     async def install(self, replica: Replica, core: StartedCore) -> None:
         """Gives a replica a core that is ready: what waits goes on there, and it takes requests."""
         self._connect(replica, core)
@@ -341,19 +367,8 @@ class Replicas:
 
     def watch(self, step_timeout: float) -> None:
         """From now on ends a core that does no step for ``step_timeout`` seconds while it has requests."""
-        self._watchdog = asyncio.create_task(self._watch(step_timeout))
+        self._watchdog = asyncio.create_task(watch(self.all, step_timeout, lambda: self.paused))
         self.starter.fill_reserve()
-
-    async def _watch(self, step_timeout: float) -> None:
-        """Checks ten times in that period and counts its own checks, so that a pause of this process does not count."""
-        while True:
-            await asyncio.sleep(step_timeout / 10)
-            for replica in self.all:
-                patience = step_timeout if replica.num_steps else max(step_timeout, FIRST_STEP_TIMEOUT)
-                if self.paused or not replica.lives:
-                    replica.seen_steps = -1
-                elif replica.is_hung(step_timeout / 10, patience):
-                    replica.client.give_up(f"the engine's process hangs: no step for {patience:g} s")
 
     async def close(self) -> None:
         """Ends all cores, if possible after their current steps."""

@@ -12,6 +12,20 @@ from octavo.loader.resolve import gguf_source
 _SUFFIXES = {".safetensors", ".gguf", ".json", ".model", ".txt", ".bin", ".jinja"}
 
 
+#: Of them, those that a front end reads.
+_DESCRIPTIONS = {".json", ".model", ".txt", ".jinja"}
+
+
+def description_digest(folder: Path) -> str:
+    """A digest of the contents of a model's configuration and tokenizer, which an engine's front end has read once."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _DESCRIPTIONS and not path.name.endswith(".index.json") and path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{path.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
 def checkpoint_digest(model: str, folder: Path) -> str:
     """A digest of the names, sizes and times of change of a model's files, links followed.
 

@@ -43,6 +43,7 @@ from octavo.server.protocol_admin import (
     Index,
     Model,
     ModelList,
+    Replicas,
     Sleeping,
     Tokenized,
     TokenizedContent,
@@ -204,14 +205,18 @@ def _add_other_routes(app: FastAPI) -> None:
 
 
 def _add_admin_routes(app: FastAPI) -> None:
-    refused = {**_ALWAYS, 400: "No such level.", 403: "A web page.", 409: "Not now.", 503: _WITH_BODY[503]}
-    for method, path, endpoint in (
-        ("POST", "/sleep", admin.sleep),
-        ("POST", "/wake_up", admin.wake_up),
-        ("GET", "/is_sleeping", admin.is_sleeping),
+    refused = {**_ALWAYS, 400: "No such level or replica.", 403: "A web page.", 409: "Not now.", 503: _WITH_BODY[503]}
+    for method, path, endpoint, response in (
+        ("POST", "/sleep", admin.sleep, Sleeping),
+        ("POST", "/wake_up", admin.wake_up, Sleeping),
+        ("GET", "/is_sleeping", admin.is_sleeping, Sleeping),
+        ("GET", "/admin/replicas", admin.replicas, Replicas),
+        ("POST", "/admin/drain", admin.drain, Replicas),
+        ("POST", "/admin/undrain", admin.undrain, Replicas),
+        ("POST", "/admin/restart", admin.restart, Replicas),
     ):
         app.add_api_route(
-            path, endpoint, methods=[method], tags=["Server"], response_model=Sleeping, responses=_errors(refused)
+            path, endpoint, methods=[method], tags=["Server"], response_model=response, responses=_errors(refused)
         )
 
 

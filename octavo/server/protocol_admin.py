@@ -119,6 +119,23 @@ class Sleeping(ResponseModel):
     is_sleeping: bool
 
 
+class ReplicaStatus(ResponseModel):
+    """A replica of the engine, in a response of the routes below ``/admin``."""
+
+    replica: int
+    #: drained: its engine core lives and gets no requests; dead: it is not started again.
+    status: Literal["starting", "ready", "drained", "dead"]
+    open_requests: int
+    #: Times that its engine core was started in the place of one that had ended.
+    restarts: int
+
+
+class Replicas(ResponseModel):
+    """A response of ``/admin/replicas``, ``/admin/drain``, ``/admin/undrain`` and ``/admin/restart``."""
+
+    replicas: list[ReplicaStatus]
+
+
 class LoadAdapterRequest(RequestModel):
     """Body of ``/v1/load_lora_adapter``."""
 

@@ -40,7 +40,7 @@ from octavo.core.config import make_config
 from octavo.core.messages import Add, ToCore, check_sendable
 from octavo.core.request_options import RequestOptions
 from octavo.core.stats import StepStats
-from octavo.engine import async_engine, core_client, front_end, replicas
+from octavo.engine import async_engine, core_client, front_end, watchdog
 from octavo.engine.core_process import _check_messages
 from octavo.engine.core_start import CoreProcess
 from tests.busy_machine import PATIENCE, once_in_three
@@ -588,7 +588,7 @@ def test_the_first_step_may_take_longer(tiny_model: Path, monkeypatch: pytest.Mo
         stream = await llm.submit("a", "Hello", LONG)
         await asyncio.sleep(1.0)
         assert not llm.died.is_set()
-        monkeypatch.setattr(replicas, "FIRST_STEP_TIMEOUT", 2.0)
+        monkeypatch.setattr(watchdog, "FIRST_STEP_TIMEOUT", 2.0)
         with pytest.raises(EngineDeadError, match="no step for 2 s"):
             await anext(stream)
         await llm.shutdown()

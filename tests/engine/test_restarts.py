@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from octavo import AsyncLLM, RequestOutput
-from octavo.core.errors import EngineDeadError
+from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine.test_invariance_scheduling import everything
 from tests.engine.test_resumption import OPTIONS, PARAMS, PROMPTS, engine, finish
@@ -226,3 +228,150 @@ def test_outputs_of_every_kind_go_on(kind: RequestOutputKind, tiny_model: Path) 
         assert right[-1] == again[-1]
 
     run(tiny_model, scenario)
+
+
+def folder_of(model: Path, tmp_path: Path) -> Path:
+    """A copy of a model whose files can be changed."""
+    return Path(shutil.copytree(model, tmp_path / "model"))
+
+
+def touch_weights(folder: Path) -> None:
+    """Other files of the same content, as far as an engine can tell without reading them."""
+    for path in folder.glob("*.safetensors"):
+        os.utime(path, ns=(1, 1))
+
+
+async def at_output(llm: AsyncLLM, name: str, count: int, action: Callable[[], Awaitable[Any]]) -> RequestOutput:
+    """A long request, during which something is done after ``count`` outputs."""
+    tasks, taken = [], 0
+
+    def took() -> None:
+        nonlocal taken
+        taken += 1
+        if taken == count:
+            tasks.append(asyncio.ensure_future(action()))
+
+    output = await stream(llm, name, "x", LONG, took)
+    await asyncio.gather(*tasks)
+    assert tasks
+    return output
+
+
+def test_a_drained_replica_gives_its_requests_to_the_others(whole: list[Any], tiny_model: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        taken, tasks, moved = 0, [], []
+
+        async def drain() -> None:
+            for number in (0, 1, 0):
+                moved.append(await llm.drain_replica(number))
+                states = llm.replica_states()
+                assert (states[number].status, states[number].num_open) == ("drained", 0)
+                with pytest.raises(EngineStateError, match=f"no replica takes requests except {1 - number}"):
+                    await llm.drain_replica(1 - number)
+                await llm.undrain_replica(number)
+                assert llm.replica_states()[number].status == "ready"
+
+        def took() -> None:
+            nonlocal taken
+            taken += 1
+            if taken == 20:
+                tasks.append(asyncio.ensure_future(drain()))
+
+        assert await all_kinds(llm, took) == whole
+        await asyncio.gather(*tasks)
+        assert sum(moved) > 0
+        assert all(state.num_restarts == 0 for state in llm.replica_states())
+        assert (await llm.stats()).blocks_used == 0
+        with pytest.raises(ConfigError, match="there is no replica 2; there are 0 to 1"):
+            await llm.drain_replica(2)
+
+    run(tiny_model, scenario, data_parallel_size=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"data_parallel_size": 2}, {"standby_engines": 1}], ids=str)
+def test_a_rolling_restart_breaks_no_answer(options: dict[str, Any], whole: list[Any], tiny_model: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        before = [state.pid for state in llm.replica_states()]
+        taken, tasks = 0, []
+
+        def took() -> None:
+            nonlocal taken
+            taken += 1
+            if taken == 20:
+                tasks.append(asyncio.ensure_future(llm.restart_replicas()))
+
+        assert await all_kinds(llm, took) == whole
+        await asyncio.gather(*tasks)
+        after = llm.replica_states()
+        assert not {state.pid for state in after} & set(before)
+        assert [(state.status, state.num_restarts) for state in after] == [("ready", 0)] * len(before)
+        assert await all_kinds(llm, lambda: None) == whole
+
+    run(tiny_model, scenario, **options)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_answer_ends_with_the_files_that_it_began_with(replicas: int, tiny_model: Path, tmp_path: Path) -> None:
+    model = folder_of(tiny_model, tmp_path)
+
+    async def scenario(llm: AsyncLLM) -> None:
+        right = await stream(llm, "right", "x", LONG)
+        ended: list[str] = []
+
+        async def restart() -> None:
+            touch_weights(model)
+            await llm.restart_replicas()
+            ended.append("restart")
+
+        async def one(name: str) -> RequestOutput:
+            output = await at_output(llm, name, 10, restart) if name == "0" else await stream(llm, name, "x", LONG)
+            ended.append("answer")
+            return output
+
+        outputs = await asyncio.gather(*(one(str(i)) for i in range(4)))
+        assert ended.count("answer") == 4
+        assert all(everything(output) == everything(right) for output in outputs)
+        assert everything(await stream(llm, "later", "x", LONG)) == everything(right)
+        assert all(state.num_restarts == 0 for state in llm.replica_states())
+
+    run(model, scenario, data_parallel_size=replicas)
+
+
+def test_a_changed_tokenizer_is_refused_before_anything_is_stopped(tiny_model: Path, tmp_path: Path) -> None:
+    model = folder_of(tiny_model, tmp_path)
+
+    async def scenario(llm: AsyncLLM) -> None:
+        before = llm.replica_states()
+        (model / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes() + b"\n")
+        with pytest.raises(ConfigError, match="configuration or tokenizer was changed"):
+            await llm.restart_replicas()
+        assert llm.replica_states() == before
+        await stream(llm, "a", "x", LONG)
+
+    run(model, scenario)
+
+
+def test_a_core_that_is_killed_in_a_rolling_restart_is_no_harm(tiny_model: Path) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        right = await stream(llm, "right", "x", LONG)
+
+        async def restart() -> None:
+            restarting = asyncio.ensure_future(llm.restart_replicas())
+            for _ in range(6):
+                await asyncio.sleep(0.3)
+                kill(llm, 0)
+                kill(llm, 1)
+                with contextlib.suppress(EngineStateError):
+                    await llm.restart_replicas()
+            await restarting
+
+        outputs = await asyncio.gather(
+            *(at_output(llm, str(i), 10, restart if i == 0 else no_action) for i in range(4))
+        )
+        assert all(everything(output) == everything(right) for output in outputs)
+
+    run(tiny_model, scenario, data_parallel_size=2)
+
+
+async def no_action() -> None:
+    """Nothing is done."""

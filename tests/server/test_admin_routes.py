@@ -9,6 +9,7 @@ from collections.abc import Callable
 import httpx
 
 from tests.busy_machine import eventually
+from tests.server.openai_judge import events
 from tests.server.running_server import Running
 
 TEXT = "/v1/completions"
@@ -86,3 +87,41 @@ def _refused_while_a_request_runs(server: Running, http: httpx.Client) -> None:
     eventually(
         lambda: 'octavo_requests{model_name="tiny",replica="0",state="running"} 0.0' in http.get("/metrics").text
     )
+
+
+def test_replicas_are_drained_and_started_again_under_streams(serve: Callable[..., Running]) -> None:
+    server = serve("--enable-admin-routes", "--data-parallel-size", "2")
+    body = {**BODY, "max_tokens": 240, "prompt": ["hello"] * 8, "temperature": 1, "seed": 3}
+    with server.http() as http:
+        right = http.post(TEXT, json=body).json()["choices"]
+        states = [{"replica": i, "status": "ready", "open_requests": 0, "restarts": 0} for i in range(2)]
+        assert http.get("/admin/replicas").json() == {"replicas": states}
+        for path in ("/admin/drain", "/admin/undrain"):
+            answer = http.post(path, params={"replica": 2})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "replica"
+        assert http.post("/admin/restart", headers={"Origin": "https://a.example"}).status_code == 403
+        steps: list[Callable[[], httpx.Response]] = [
+            lambda: http.post("/admin/drain", params={"replica": 0}),
+            lambda: http.post("/admin/undrain", params={"replica": 0}),
+            lambda: http.post("/admin/restart"),
+        ]
+        said = []
+        for step in steps:
+            with server.http() as other, other.stream("POST", TEXT, json={**body, "stream": True}) as response:
+                lines = response.iter_lines()
+                text = [next(lines)]
+                said.append(step().json()["replicas"])
+                text += lines
+            pieces = [c for chunk in events("\n".join([*text, ""])) for c in chunk["choices"]]
+            for choice in right:
+                assert "".join(c["text"] for c in pieces if c["index"] == choice["index"]) == choice["text"]
+        assert [[replica["status"] for replica in replicas] for replicas in said] == [
+            ["drained", "ready"],
+            ["ready", "ready"],
+            ["ready", "ready"],
+        ]
+        assert said[0][0]["open_requests"] == 0
+        http.post("/admin/drain", params={"replica": 0})
+        answer = http.post("/admin/drain", params={"replica": 1})
+        assert answer.status_code == 409 and answer.json()["error"]["code"] == "cannot_drain"
+        assert http.post(TEXT, json=body).json()["choices"] == right
