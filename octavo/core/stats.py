@@ -162,6 +162,13 @@ class StepStats(SchedulerState, frozen=True, array_like=True, gc=False):  # type
     replica: int = 0
 
 
+#: Fields of ``SchedulerStats`` that are no totals.
+_NOW = (
+    *("num_waiting", "num_running", "num_swapped", "host_blocks_used", "empty_slots"),
+    *("blocks_used", "blocks_cached", "blocks_free", "blocks_pinned"),
+)
+
+
 def sum_stats(replicas: list[SchedulerStats]) -> SchedulerStats:
     """The statistics of several engine cores together."""
     total = _sum(replicas)
@@ -176,6 +183,15 @@ def sum_stats(replicas: list[SchedulerStats]) -> SchedulerStats:
         positions = zip(*(replica.accepted_per_position for replica in speculation), strict=True)
         total.speculation.accepted_per_position = [*map(sum, positions)]
     return total
+
+
+def ended_stats(stats: SchedulerStats) -> SchedulerStats:
+    """The statistics of an engine core that has ended: the totals, and nothing that there is now."""
+    ended = msgspec.structs.replace(stats, **dict.fromkeys(_NOW, 0))
+    ended.groups = [GroupState(group.window, 0, 0, 0, 0, 0) for group in stats.groups]
+    if stats.adapters is not None:
+        ended.adapters = msgspec.structs.replace(stats.adapters, in_slots=0, in_host=0, loading=0)
+    return ended
 
 
 def _sum(parts: Sequence[S]) -> S:

@@ -185,6 +185,11 @@ class EngineCore(StepLoop):
         self.is_sleeping = not all(self.executor.collective_rpc("wake_up", [parts]))
         return not self.is_sleeping
 
+    @property
+    def was_shut_down(self) -> bool:
+        """Whether ``shutdown`` was called."""
+        return not self._end_workers.alive
+
     def shutdown(self) -> None:
         """Ends the workers: nothing can be computed any more. Also done when the core is dropped."""
         self._end_workers()

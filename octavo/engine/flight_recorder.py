@@ -15,19 +15,36 @@ _MOST = 1 << 17
 _WORD = 8
 
 
-class FlightRecorder:
-    """The core's side."""
+class LastSteps:
+    """The groups of the last steps, for the process that computes them."""
 
-    def __init__(self, descriptor: int, steps: int) -> None:
-        """``descriptor``: of memory made by ``recorder_memory``, which is closed. ``steps``: that may be in flight."""
-        self._memory = mmap.mmap(descriptor, 0)
-        os.close(descriptor)
+    def __init__(self, steps: int) -> None:
+        """``steps``: that may be in flight."""
         self._steps: deque[frozenset[int]] = deque(maxlen=steps)
 
     def note(self, group_ids: Iterable[int]) -> None:
         """A step with these groups begins, beside those that may be in flight."""
         self._steps.append(frozenset(group_ids))
-        noted = list(frozenset().union(*self._steps))[:_MOST]
+
+    @property
+    def groups(self) -> set[int]:
+        """Those of the last steps; some may have ended since."""
+        return set().union(*self._steps)
+
+
+class FlightRecorder(LastSteps):
+    """The core's side."""
+
+    def __init__(self, descriptor: int, steps: int) -> None:
+        """``descriptor``: of memory made by ``recorder_memory``, which is closed. ``steps``: that may be in flight."""
+        super().__init__(steps)
+        self._memory = mmap.mmap(descriptor, 0)
+        os.close(descriptor)
+
+    def note(self, group_ids: Iterable[int]) -> None:
+        """See ``LastSteps``."""
+        super().note(group_ids)
+        noted = list(self.groups)[:_MOST]
         self._memory[: _WORD * (len(noted) + 1)] = array("q", [len(noted), *noted]).tobytes()
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.core.adapters import LoRARequest
 from octavo.core.config import EngineConfig
-from octavo.core.errors import EngineStateError, memory_errors
+from octavo.core.engine_outputs import EngineCoreOutputs
+from octavo.core.errors import EngineDeadError, EngineStateError, memory_errors
 from octavo.core.interrupts import HeldInterrupts, holding_interrupts
 from octavo.core.outputs import RequestOutput
 from octavo.core.prompts import Prompt
@@ -18,6 +20,7 @@ from octavo.core.stats import SchedulerStats
 from octavo.engine.core import EngineCore
 from octavo.engine.front_end import FrontEnd, Params
 from octavo.engine.model_files import ModelFiles, find_files
+from octavo.engine.recovery import Recovery
 from octavo.engine.shared_prefixes import SharedPrefix
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 
@@ -52,6 +55,8 @@ class LLMEngine:
         self.tokenizer, self.inputs = self.front_end.tokenizer, self.front_end.inputs
         self.adapters = self.front_end.adapters
         self.adapters.on_unpin = self.core.scheduler.preparations.unpin
+        #: None where no worker can be lost without this process.
+        self._recovery = None if self.core.executor.in_process else Recovery(self.front_end, self.core)
         #: Of a step at whose end an interrupt came.
         self._not_returned: list[RequestOutput] = []
         for text, name in files.prefixes:
@@ -98,7 +103,13 @@ class LLMEngine:
         self.core.scheduler.add(request.group)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step: the requests that it added to, each with all of its output so far; see ``add_request``."""
+        """Runs one step: the requests that it added to, each with all of its output so far; see ``add_request``.
+
+        If a worker was lost, all workers are started again, and open requests go on as if nothing had happened.
+
+        Raises:
+            EngineDeadError: that has happened more than ``engine_restarts`` times within ten minutes.
+        """
         with HeldInterrupts():
             if self.core.scheduler.has_work:
                 self._not_returned += self._step()
@@ -106,15 +117,29 @@ class LLMEngine:
         return outputs
 
     def _step(self) -> list[RequestOutput]:
-        if not self._stat_loggers:
-            outputs = self.core.step()
-        else:
-            outputs, stats = self.core.measured_step()
-            log_stats(self._stat_loggers, stats)
+        try:
+            outputs = self._compute()
+        except EngineDeadError as error:
+            outputs = self._replace_core(error)
         ready, stopped = self.front_end.outputs.process(outputs)
-        for group_id, index in stopped:
-            self.core.stop(group_id, index)
+        with contextlib.suppress(EngineDeadError):  # the next step will find it out
+            for group_id, index in stopped:
+                self.core.stop(group_id, index)
         return [request.take() for request in ready]
+
+    def _compute(self) -> EngineCoreOutputs:
+        if not self._stat_loggers:
+            return self.core.step()
+        outputs, stats = self.core.measured_step()
+        log_stats(self._stat_loggers, stats)
+        return outputs
+
+    def _replace_core(self, error: EngineDeadError) -> EngineCoreOutputs:
+        """Has another core go on where the core has raised ``error``: the ends of requests that do not."""
+        if self._recovery is None:
+            raise error
+        self.core, ended = self._recovery.recover(self.core, error)
+        return ended
 
     @holding_interrupts
     def abort_request(self, request_id: str) -> RequestOutput | None:
@@ -122,7 +147,8 @@ class LLMEngine:
         request = self.front_end.outputs.abort(request_id)
         if request is None:
             return None
-        self.core.abort(request.group_id)
+        with contextlib.suppress(EngineDeadError):  # the next step will find it out
+            self.core.abort(request.group_id)
         return request.take()
 
     @holding_interrupts
@@ -280,7 +306,11 @@ class LLMEngine:
         """
         was_sleeping = self.core.is_sleeping
         with HeldInterrupts() as interrupts:
-            awake = self.core.wake_up(tags)
+            try:
+                awake = self.core.wake_up(tags)
+            except EngineDeadError as error:
+                self._replace_core(error)
+                return True
             if was_sleeping and awake:
                 for adapter in self.adapters:
                     if adapter.pinned:
@@ -295,4 +325,6 @@ class LLMEngine:
 
     def stats(self) -> SchedulerStats:
         """Queues and blocks now, and what was scheduled, preempted, swapped and found in the prefix cache so far."""
+        if self._recovery is not None:
+            return self._recovery.stats(self.core)
         return copy.copy(self.core.scheduler.stats())  # the scheduler goes on counting in its own

@@ -16,7 +16,7 @@ from octavo.core.stats import SchedulerState, StepStats
 from octavo.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from octavo.engine.flight_recorder import FlightRecorder
+    from octavo.engine.flight_recorder import LastSteps
     from octavo.executor.executor import Executor, PendingStep
 
 logger = logging.getLogger("octavo")
@@ -50,7 +50,7 @@ class StepLoop:
     #: Number of the engine core, of several behind one front end.
     replica = 0
     #: Notes which requests are computed, for those who see this process end.
-    recorder: FlightRecorder | None = None
+    recorder: LastSteps | None = None
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, max_in_flight: int = 1) -> None:
         """``max_in_flight``: steps that may be submitted at once, the one that is computed included."""

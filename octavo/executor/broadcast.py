@@ -88,9 +88,11 @@ class Broadcast:
         return [by_descriptor[descriptor] for descriptor, _ in ready]
 
     def close(self) -> None:
-        """Closes the sockets, which ends the workers that still run."""
+        """Closes the sockets, which ends the workers that still run, and the memory."""
         for connection in self._sockets:
             connection.close()
+        if self._memory is not None:
+            self._memory.close()
 
 
 class Receiver:

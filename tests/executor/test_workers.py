@@ -38,7 +38,7 @@ TIGHT = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16, "num_
 
 
 def make(model: Path, **options: Any) -> LLM:
-    return LLM(str(model), device="cpu", num_threads=1, **{**TIGHT, **options})
+    return LLM(str(model), device="cpu", num_threads=1, **{**TIGHT, "engine_restarts": 0, **options})
 
 
 def answers(llm: LLM, work: list[tuple[str, Any]] = WORK) -> list[Any]:
