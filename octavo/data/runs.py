@@ -124,6 +124,7 @@ def run(
             ray_remote_args=ray_remote_args or default_resources(config),
         )
         failed = sum(row["failed"] for row in done.iter_rows())
+        _remove_unfinished(folder)  # of actors that were killed
     rows, remaining = sum(part.rows for part in parts), sum(part.rows for part in missing)
     return RowCounts(rows, rows - remaining, failed)
 
@@ -159,6 +160,11 @@ def _publish(temporary: Path, target: Path) -> None:
     temporary.replace(target)
 
 
+def _remove_unfinished(folder: Path) -> None:
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        left.unlink(missing_ok=True)
+
+
 def _cut(files: list[Path], suffix: str, batch_size: int) -> list[_Part]:
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
@@ -192,8 +198,7 @@ def _prepare(folder: Path, description: bytes) -> None:
     description_file = folder / DESCRIPTION
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f"{_UNFINISHED}*"):
-            left.unlink(missing_ok=True)
+        _remove_unfinished(folder)
         if not description_file.exists():
             if any(folder.glob("part-*")):
                 raise ConfigError(f"{folder} holds parts of an unknown run; name another output_path")

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+#: Why a request ends that is to blame, with the end of its core.
+GUILTY = "the engine failed again and again at this request, at last when nothing else was computed: {}"
+
 
 class Progressing(Protocol):
     """A request that goes on elsewhere when its engine core has died."""

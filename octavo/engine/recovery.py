@@ -8,12 +8,11 @@ from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput
 from octavo.core.errors import EngineDeadError, EngineKilledError, OctavoError
 from octavo.core.request import SequenceStatus
 from octavo.core.stats import SchedulerStats, ended_stats, sum_stats
-from octavo.engine.blame import Blame
+from octavo.engine.blame import GUILTY, Blame
 from octavo.engine.core import EngineCore
 from octavo.engine.core_starter import RESTART_WINDOW, RestartLimit
 from octavo.engine.flight_recorder import LastSteps
 from octavo.engine.front_end import FrontEnd
-from octavo.engine.replicas import _GUILTY as GUILTY
 from octavo.engine.shared_prefixes import request_id_of
 from octavo.loader.checkpoint_digest import checkpoint_digest
 

@@ -15,7 +15,7 @@ import msgspec
 from octavo.core.config import EngineConfig
 from octavo.core.errors import EngineDeadError, EngineKilledError, InvalidRequestError, OctavoError
 from octavo.core.messages import Add, Ready, StepDone, ToCore
-from octavo.engine.blame import Blame
+from octavo.engine.blame import GUILTY, Blame
 from octavo.engine.core_client import CoreClient
 from octavo.engine.core_start import CoreProcess
 from octavo.engine.core_starter import RESTART_WINDOW, CoreStarter, RestartLimit, StartedCore
@@ -32,7 +32,6 @@ CORE_ENDED = "the engine's process has ended"
 _MODEL_CHANGED = (
     "the model's files were changed while the answer was being generated, and no engine has those that it began with"
 )
-_GUILTY = "the engine failed again and again at this request, at last when nothing else was computed: {}"
 
 logger = logging.getLogger("octavo")
 T = TypeVar("T")
@@ -282,7 +281,7 @@ class Replicas:
         self.router.restart(replica.number)
         if guilty is not None:
             lost = [entry for entry in lost if entry.group_id != guilty]
-            self._fail(self._open[guilty], _GUILTY.format(dead))
+            self._fail(self._open[guilty], GUILTY.format(dead))
         restarts = not self._closing and replica.restarts.take()
         replica.status = "starting" if restarts else "dead"
         if all(r.status == "dead" for r in self.all):

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from octavo import LLM, SamplingParams
 from octavo.batch.result_files import BatchRowError, Result, ResultFile, new_id
 from octavo.cli.main import main
 from octavo.core.errors import OctavoError
@@ -133,10 +134,15 @@ def test_failed_rows_are_answered_again_only_on_demand(folder: Path, tiny_model:
     assert texts["greedy"] == texts["other model"]
 
 
+def until_rows(process: subprocess.Popen[str], out: Path, rows: int) -> None:
+    """Waits until ``out`` holds so many rows, or the run has ended."""
+    eventually(lambda: process.poll() is not None or (out.exists() and len(out.read_bytes().splitlines()) >= rows))
+
+
 def kill_half_way(command: list[str], out: Path, rows: int, victim: str) -> str:
     """Starts a run, kills it, its engine or a replica once ``out`` holds so many rows; what it has said."""
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    eventually(lambda: process.poll() is not None or (out.exists() and len(out.read_bytes().splitlines()) >= rows))
+    until_rows(process, out, rows)
     engines = psutil.Process(process.pid).children()
     os.kill(process.pid if victim == "run" else engines[0].pid, signal.SIGKILL)
     said = process.communicate(timeout=PATIENCE)[1]
@@ -171,6 +177,33 @@ def test_a_run_that_was_killed_goes_on_and_answers_every_row_once(tiny_model: Pa
     found = results(out)
     assert sorted(result["custom_id"] for result in found) == sorted(r["custom_id"] for r in rows)
     assert all(result["response"]["body"]["usage"]["completion_tokens"] == 60 for result in found)
+
+
+def test_a_run_goes_on_by_itself_when_its_engine_or_a_worker_is_killed(tiny_model: Path, tmp_path: Path) -> None:
+    same: dict[str, Any] = {"temperature": 0.9, "max_tokens": 60, "ignore_eos": True}
+    rows = [row(f"row {i}", prompt=f"{i}", seed=i, **same) for i in range(40)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    out = tmp_path / "out.jsonl"
+    flags = [*FLAGS, "--tensor-parallel-size", "2", "--max-in-flight", "4"]
+    files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(out)]
+    command = [sys.executable, "-m", "octavo", "batch", "run", *files, str(tiny_model), *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    run, seen = psutil.Process(process.pid), set[psutil.Process]()
+    for count, victim in ((5, "engine"), (20, "worker")):
+        until_rows(process, out, count)
+        seen |= set(run.children(recursive=True))
+        [engine] = [child for child in run.children() if "octavo.engine.core_process" in child.cmdline()]
+        os.kill(engine.pid if victim == "engine" else engine.children()[1].pid, signal.SIGKILL)
+    said = process.communicate(timeout=PATIENCE)[1]
+    assert process.returncode == 0, said
+    assert "the engine's process was ended by signal 9" in said and "worker 1" in said
+    assert psutil.wait_procs(seen, timeout=PATIENCE)[1] == [], "no process is left"
+    found = {r["custom_id"]: r["response"]["body"]["choices"][0]["text"] for r in results(out)}
+    llm = LLM(str(tiny_model), num_gpu_blocks_override=400, num_threads=1)
+    params = [SamplingParams(seed=i, **same) for i in range(40)]
+    outputs = llm.generate([f"{i}" for i in range(40)], params, use_tqdm=False)
+    assert found == {f"row {i}": output.outputs[0].text for i, output in enumerate(outputs)}
+    assert len(results(out)) == len(rows)
 
 
 def test_a_row_that_is_there_twice_is_refused_before_anything_runs(

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import octavo.data
@@ -19,6 +21,7 @@ from octavo.data.file_formats import JsonLines, find_files
 from octavo.data.generator import Columns, Generator, RowAnswer, Vectors
 from tests.busy_machine import PATIENCE, eventually
 from tests.embedding_models import make_encoder
+from tests.engine.test_recovery import Killer
 
 ENGINE: dict[str, Any] = {"device": "cpu", "num_threads": 1, "num_gpu_blocks_override": 400, "max_num_seqs": 8}
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -155,6 +158,48 @@ def texts(tiny_model: Path) -> list[str]:
     """The completions of the prompts "0" to "59"."""
     outputs = LLM(str(tiny_model), **ENGINE).generate([str(i) for i in range(60)], PARAMS, use_tqdm=False)
     return [output.outputs[0].text for output in outputs]
+
+
+def test_a_part_is_the_same_when_a_worker_is_killed(tiny_model: Path, tmp_path: Path, texts: list[str]) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"prompt": str(i)}) + "\n" for i in range(60)))
+    options = {"model": str(tiny_model), **ENGINE, "tensor_parallel_size": 2}
+    generator = Generator(options, PARAMS, Columns("prompt", "generated"))
+    killer = Killer(10)
+    killer.llm = generator._llm
+    generator._llm._stat_loggers.append(killer)
+    assert JsonLines().answer(path, 0, 60, generator, tmp_path / "part") == 0
+    assert killer.lost
+    assert [row["generated"] for row in json_lines(tmp_path / "part")] == texts
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_by_itself_when_an_actor_is_killed(
+    cluster: str, tiny_model: Path, texts: list[str], tmp_path: Path
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out"
+    source.write_text("".join(json.dumps({"prompt": str(i)}) + "\n" for i in range(60)))
+    killed: list[int] = []
+
+    def kill_an_actor() -> None:
+        eventually(lambda: len(list(out.glob("part-*"))) >= 3)
+        raylets = [child for child in psutil.Process().children() if "raylet" in child.name()]
+        actors = [child for raylet in raylets for child in raylet.children() if "_Parts" in "".join(child.cmdline())]
+        for actor in actors[:1]:
+            os.kill(actor.pid, signal.SIGKILL)
+            killed.append(actor.pid)
+
+    with ThreadPoolExecutor(1) as threads:
+        killing = threads.submit(kill_an_actor)
+        counts = octavo.data.run(
+            source, out, model=str(tiny_model), sampling_params=PARAMS, batch_size=2, concurrency=2, **ENGINE
+        )
+        killing.result()
+    assert killed, "an actor was to be killed"
+    assert (counts.rows, counts.skipped) == (60, 0)
+    files = sorted(out.glob("part-*"))
+    assert [row["generated"] for file in files for row in json_lines(file)] == texts
+    assert {file.name for file in out.iterdir()} == {file.name for file in files} | {"_octavo_run"}
 
 
 @pytest.mark.slow

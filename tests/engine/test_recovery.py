@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from octavo import LLM, LogitsProcessorPlugin, LoRARequest, SamplingParams
+from octavo import LLM, LoRARequest, SamplingParams
 from octavo.core.errors import EngineDeadError
 from tests.adapters import write_adapter
 from tests.embedding_models import make_encoder
@@ -132,7 +132,8 @@ def test_what_was_pinned_is_there_again(tiny_model: Path, tmp_path: Path) -> Non
 
 
 def test_vectors_are_those_of_one_process(tmp_path: Path) -> None:
-    model, options = make_encoder(tmp_path), {"num_gpu_blocks_override": None, "max_num_batched_tokens": 8}
+    model = make_encoder(tmp_path)
+    options: dict[str, Any] = {"num_gpu_blocks_override": None, "max_num_batched_tokens": 8}
     texts = [f"a river and {i} boats" for i in range(12)]
     killer = Killer(3)
     vectors = [
@@ -153,31 +154,6 @@ def test_after_so_many_losses_the_error_is_raised(tiny_model: Path) -> None:
     llm.core.shutdown()
     with pytest.raises(EngineDeadError):
         answers(llm)
-
-
-class Poison(LogitsProcessorPlugin):
-    """Ends the worker at the fifth token."""
-
-    arguments = ("poison",)
-
-    def make(self, params: SamplingParams) -> Any:
-        """The processor of a request."""
-
-        def poison(output_ids: list[int], logits: Any) -> Any:
-            if len(output_ids) == 4:
-                os._exit(3)
-            return logits
-
-        return poison
-
-
-def test_a_request_that_ends_every_worker_ends_alone(tiny_model: Path, undisturbed: list[Any]) -> None:
-    llm = make(tiny_model, tensor_parallel_size=2, logits_processors=["tests.engine.test_recovery:Poison"])
-    poison = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, extra_args={"poison": True})
-    *outputs, bad = llm.generate([*PROMPTS, "poison"], [*PARAMS, poison], use_tqdm=False)
-    assert [everything(output) for output in outputs] == undisturbed
-    assert bad.outputs[0].finish_reason == "error"
-    assert "exit code 3" in str(bad.outputs[0].error)
 
 
 def test_an_answer_does_not_go_on_with_another_model(tiny_model: Path, tmp_path: Path) -> None:

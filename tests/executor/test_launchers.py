@@ -158,7 +158,7 @@ def test_answers_go_on_when_an_actor_is_lost(cluster: Any, tiny_model: Path, alo
 
 @pytest.mark.slow
 def test_answers_go_on_where_a_cluster_has_another_machine(cluster: Any, tiny_model: Path, alone: list[Any]) -> None:
-    import ray
+    from ray.util import placement_group_table
 
     cluster.add_node(num_cpus=2)
     sizes: dict[str, Any] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
@@ -166,7 +166,7 @@ def test_answers_go_on_where_a_cluster_has_another_machine(cluster: Any, tiny_mo
 
     def lose_a_machine() -> None:
         executor: Any = llm.core.executor
-        used = ray.get([worker.node.remote() for worker in executor._workers])
+        used = placement_group_table(executor._group)["bundles_to_node_id"].values()
         cluster.remove_node(next(node for node in cluster.worker_nodes if node.node_id in used))
 
     lose_a_machine()
