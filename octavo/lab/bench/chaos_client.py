@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,8 +17,10 @@ from octavo.lab.bench.chaos_workload import CHAT, COMPLETIONS, ChaosRequest
 from octavo.lab.bench.serve_client import ResponseError
 from octavo.lab.bench.serve_http import CutOffError, Poster, ProtocolError
 
-#: Salts, of which each client takes one for a request, or none.
-_SALTS = 8
+#: Salts, of which a client takes one for one of so many requests.
+_SALTS, _ONE_OF = 8, 4
+#: Arrivals that are kept of all streams together.
+_RECENT = 4096
 
 
 @dataclass(slots=True)
@@ -52,6 +55,8 @@ class ChaosClient:
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream", "Connection": "close"}
         self._posters = {route: Poster(f"{url}/v1/{route}", headers) for route in (COMPLETIONS, CHAT)}
         self._patience = patience
+        #: Arrivals of the last chunks of all streams (``time.perf_counter()``).
+        self.recent: deque[float] = deque(maxlen=_RECENT)
 
     async def ask(self, request: ChaosRequest, salt: str = "") -> Exchange:
         """Sends a request and reads its stream; failures go into the exchange."""
@@ -64,6 +69,7 @@ class ChaosClient:
 
                 def feed(status: int, piece: bytes, now: float) -> None:
                     limit.reschedule(loop.time() + self._patience)
+                    self.recent.append(now)
                     reader.feed(status, piece, now)
 
                 reader.end(await self._posters[request.route].post(content, feed))
@@ -121,7 +127,7 @@ async def ask_at_random(
     async def work(number: int) -> None:
         chosen = random.Random(f"{seed}/{number}")
         while True:
-            salt = chosen.randrange(2 * _SALTS)
+            salt = chosen.randrange(_ONE_OF * _SALTS)
             exchange = await client.ask(chosen.choice(requests), f"salt-{salt}" if salt < _SALTS else "")
             checker.check(exchange)
             exchanges.append(exchange)

@@ -28,6 +28,9 @@ VICTIMS = ("core", "worker")
 _STARVE_SECONDS = 4.0
 #: A pause lasts up to so many times the seconds after which a process is taken to hang.
 _LONGEST_PAUSE = 1.5
+#: One of so many faults comes while the server recovers from the one before; the others wait until streams go on, or
+#: no request would ever end where that takes longer than the interval.
+_ONE_TOO_SOON = 4
 _LEAST_PRIORITY = 19
 
 
@@ -60,6 +63,7 @@ class Monkey:
         seed: int,
         hang: float,
         kinds: tuple[str, ...],
+        goes_on: Callable[[float], bool],
         told: Callable[[Fault], object],
     ) -> None:
         """Of the server whose front end is ``pid``.
@@ -70,12 +74,13 @@ class Monkey:
             seed: decides times, kinds and victims.
             hang: seconds after which the server takes a stopped process to hang.
             kinds: some of ``FAULTS``.
+            goes_on: whether streams have gone on since a time (``time.perf_counter()``).
             told: called with each fault.
         """
         self.faults: list[Fault] = []
         self._pid, self._interval, self._hang, self._kinds = pid, interval, hang, kinds
         self._random = random.Random(f"monkey {seed}")
-        self._told = told
+        self._goes_on, self._told = goes_on, told
         self._stopped: list[psutil.Process] = []
         self._hogs: list[subprocess.Popen[bytes]] = []
 
@@ -84,6 +89,10 @@ class Monkey:
         while True:
             await asyncio.sleep(self._random.expovariate(1 / self._interval))
             await self.hit()
+            last = time.perf_counter()
+            if self._random.randrange(_ONE_TOO_SOON):
+                while not self._goes_on(last):
+                    await asyncio.sleep(0.1)
 
     async def hit(self) -> None:
         """One fault; waits for its end."""

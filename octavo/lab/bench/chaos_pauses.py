@@ -1,4 +1,8 @@
-"""How long streams stood still after faults, from the times at which their chunks arrived."""
+"""How long streams stood still after faults, from the times at which their chunks arrived.
+
+A gap between two chunks of a stream belongs to the first fault in it, or else to the last fault before it. Of each
+fault and each stream the longest counts.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -15,8 +20,8 @@ from octavo.lab.bench.chaos_faults import Fault
 
 #: What was on its way when a core was killed arrives within so many seconds.
 _ON_ITS_WAY = 0.1
-#: A pause counts for a fault if it overlaps with so many seconds after its end.
-_AFTERMATH = 60.0
+#: A gap belongs to the last fault before it if it begins within so many seconds after the fault's end.
+_AFTERMATH = 30.0
 #: Of several replicas, those streams stood whose pause is at least this share of the longest.
 _STOOD = 0.5
 
@@ -40,23 +45,25 @@ class Times(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Pauses:
-    """What the streams saw of faults of one name."""
+    """What the streams saw of faults of one name, each alone; or of all faults, also where several came together."""
 
-    #: Of each fault and each stream that was open: its longest gap between chunks.
+    #: Of each fault and each stream: its longest gap.
     pauses: Times | None
-    #: Of each fault: seconds until the first token of a stream that stood.
+    #: Of each kill: seconds until the first token of a stream that stood.
     first_tokens: Times | None
 
 
-def longest_gap(chunks: Sequence[float], begin: float, end: float) -> float | None:
-    """The longest gap between two chunks that overlaps with a time; None if the stream had no such gap."""
-    first = max(1, bisect.bisect_right(chunks, begin))
-    gaps = []
-    for i in range(first, len(chunks)):
-        if chunks[i - 1] >= end:
-            break
-        gaps.append(chunks[i] - chunks[i - 1])
-    return max(gaps, default=None)
+def gaps_of(faults: Sequence[Fault], chunks: Sequence[float]) -> dict[int, tuple[float, bool]]:
+    """By the number of the fault to which it belongs: a stream's longest gap, and whether it has one fault at most."""
+    times = [fault.at for fault in faults]
+    found: dict[int, tuple[float, bool]] = {}
+    for begin, end in pairwise(chunks):
+        first, last = bisect.bisect_left(times, begin), bisect.bisect_left(times, end)
+        number = first if first < last else first - 1
+        if number < 0 or begin > faults[number].until + _AFTERMATH:
+            continue
+        found[number] = max(found.get(number, (0.0, True)), (end - begin, last - first <= 1))
+    return found
 
 
 def seconds_to_first_token(streams: Sequence[Sequence[float]], at: float, replicas: int) -> float | None:
@@ -82,13 +89,17 @@ def measure(faults: Sequence[Fault], exchanges: Sequence[Exchange], replicas: in
     """By the names of faults, and ``all``."""
     pauses: dict[str, list[float]] = defaultdict(list)
     first: dict[str, list[float]] = defaultdict(list)
-    for number, fault in enumerate(faults):
-        following = faults[number + 1].at if number + 1 < len(faults) else float("inf")
-        end = min(following, fault.until + _AFTERMATH)
-        streams = [e.chunks for e in exchanges if e.sent < fault.at < e.ended]
-        gaps = [gap for chunks in streams if (gap := longest_gap(chunks, fault.at, end)) is not None]
+    for exchange in exchanges:
+        for number, (gap, alone) in gaps_of(faults, exchange.chunks).items():
+            pauses["all"].append(gap)
+            if alone:
+                pauses[faults[number].name].append(gap)
+    following = [*(fault.at for fault in faults), float("inf")][1:]
+    for fault, next_at in zip(faults, following, strict=False):
+        streams = [exchange.chunks for exchange in exchanges if exchange.sent < fault.at < exchange.ended]
         then = seconds_to_first_token(streams, fault.at, replicas) if fault.kind == "kill" else None
-        for name in (fault.name, "all"):
-            pauses[name] += gaps
-            first[name] += [then] if then is not None else []
-    return {name: Pauses(Times.of(pauses[name]), Times.of(first[name])) for name in sorted(pauses)}
+        if then is not None and fault.at + then <= next_at:
+            first[fault.name].append(then)
+            first["all"].append(then)
+    names = sorted({fault.name for fault in faults} | ({"all"} if faults else set()))
+    return {name: Pauses(Times.of(pauses[name]), Times.of(first[name])) for name in names}

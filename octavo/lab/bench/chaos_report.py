@@ -31,10 +31,10 @@ class KindOfRequests(msgspec.Struct):
 
 
 class KindOfFaults(msgspec.Struct, frozen=True):
-    """Faults of a name, and what streams saw of them. Times in seconds."""
+    """Faults of a name, and what streams saw of those that came alone; of all, also of several together. In seconds."""
 
     faults: int
-    #: Of each fault and each stream that was open: its longest gap between chunks.
+    #: Of each fault and each stream: the longest gap that belongs to it, see ``chaos_pauses``.
     pauses: Times | None
     #: Of each kill: until the first further token of a stream that stood.
     first_tokens: Times | None

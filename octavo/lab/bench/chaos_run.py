@@ -26,7 +26,9 @@ from octavo.loader.resolve import resolve_model
 from octavo.models.config_files import read_model_config
 
 #: So that the limit is not reached.
-_RESTARTS = 1 << 20
+_RESTARTS = 1_000_000
+#: Streams go on after a fault when so many chunks a client have come.
+_GONE_ON = 4
 #: Seconds after which a process is taken to hang, where no option says it.
 _HANG_SECONDS = 10.0
 
@@ -44,7 +46,7 @@ class ChaosSettings:
     kinds: tuple[str, ...] = KINDS
     faults: tuple[str, ...] = FAULTS
     #: Seconds without a chunk after which a stream counts as broken.
-    patience: float = 120.0
+    patience: float = 300.0
     #: Where the server's log goes.
     log: Path | None = None
 
@@ -139,10 +141,11 @@ async def _measure(
         seed=options.seed,
         hang=options.step_timeout if "step_timeout" in options.model_fields_set else _HANG_SECONDS,
         kinds=settings.faults,
+        goes_on=lambda since: sum(at > since for at in client.recent) >= _GONE_ON * settings.clients,
         told=lambda fault: told(f"{fault.at - notes.begin:.1f} s: {fault.name} {fault.pid}"),
     )
     notes.faults = monkey.faults
-    faults = asyncio.create_task(monkey.run()) if settings.interval else None
+    faults = asyncio.create_task(_disturb(monkey, settings.duration)) if settings.interval else None
     try:
         await load(lambda: time.perf_counter() < end and server.process.poll() is None)
     finally:
@@ -153,6 +156,13 @@ async def _measure(
         monkey.close()
     notes.seconds = time.perf_counter() - notes.begin
     notes.leftovers += await until_settled(server, temp, before)
+
+
+async def _disturb(monkey: Monkey, seconds: float) -> None:
+    """Faults for a time; what is stopped for ever stays so: the server has to notice it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await monkey.run()
 
 
 def _truths(exchanges: list[Exchange]) -> Checker:

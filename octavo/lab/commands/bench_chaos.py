@@ -55,7 +55,7 @@ def make_parser() -> Parser:
     chaos("--kinds", default=",".join(KINDS), metavar="K,K", help=f"of requests ({','.join(KINDS)})")
     chaos("--faults", default=",".join(FAULTS), metavar="F,F", help=f"kinds of faults ({','.join(FAULTS)})")
     chaos(
-        "--patience", type=float, default=120.0, metavar="S", help="seconds without a chunk that break a stream (120)"
+        "--patience", type=float, default=300.0, metavar="S", help="seconds without a chunk that break a stream (300)"
     )
     chaos("--log", type=Path, metavar="FILE", help="write what the server logs to this file")
     add_json_flag(parser)
@@ -75,7 +75,7 @@ def run(arguments: Arguments) -> int:
 
     model = take_model(arguments)
     options = read_engine_config(arguments, model or DEFAULT_MODEL)
-    check_range(arguments, "clients")
+    check_range(arguments, "clients", most=1024)
     check_range(arguments, "interval", least=0)
     check_positive(arguments, "duration", "patience")
     check_folder(arguments.log, "--log")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import math
@@ -27,7 +28,7 @@ from octavo.lab.bench.chaos_answers import Answer, AnswerReader, difference, dig
 from octavo.lab.bench.chaos_client import ChaosClient, Checker, Exchange
 from octavo.lab.bench.chaos_faults import Fault, Monkey
 from octavo.lab.bench.chaos_leftovers import Holdings
-from octavo.lab.bench.chaos_pauses import longest_gap, measure, seconds_to_first_token
+from octavo.lab.bench.chaos_pauses import Times, gaps_of, measure, seconds_to_first_token
 from octavo.lab.bench.chaos_processes import MARK, marked_processes, shared_memory, unused_shared_memory
 from octavo.lab.bench.chaos_workload import KINDS, ChaosRequest, make_requests
 from octavo.lab.bench.serve_client import ResponseError
@@ -293,13 +294,19 @@ def test_what_cannot_be_asked_is_refused() -> None:
 # --- pauses ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_pause_is_the_longest_gap_that_overlaps() -> None:
-    chunks = [0.0, 1.0, 1.5, 4.5, 5.0]
-    assert longest_gap(chunks, 0.5, 1.2) == 1.0
-    assert longest_gap(chunks, 1.2, 9.0) == 3.0
-    assert longest_gap(chunks, 4.6, 9.0) == 0.5
-    assert longest_gap(chunks, 5.5, 9.0) is None
-    assert longest_gap([2.0], 1.0, 9.0) is None
+def fault(at: float, kind: str = "kill", until: float | None = None) -> Fault:
+    return Fault(kind, "core", 1, at, at if until is None else until)
+
+
+def test_a_gap_belongs_to_the_first_fault_in_it_or_to_the_last_before_it() -> None:
+    chunks = [0.0, 1.0, 1.5, 4.5, 5.0, 7.0]
+    assert gaps_of([fault(0.5)], chunks) == {0: (3.0, True)}
+    assert gaps_of([fault(0.5), fault(2.0)], chunks) == {0: (1.0, True), 1: (3.0, True)}
+    assert gaps_of([fault(2.0), fault(3.0)], chunks) == {0: (3.0, False), 1: (2.0, True)}
+    assert gaps_of([fault(8.0)], chunks) == {}
+    assert gaps_of([fault(2.0)], [1.0]) == {}
+    assert gaps_of([fault(0.0)], [100.0, 101.0]) == {}
+    assert gaps_of([fault(0.0, until=99.0)], [100.0, 101.0]) == {0: (1.0, True)}
 
 
 def test_the_first_token_is_that_of_a_stream_that_stood() -> None:
@@ -309,14 +316,15 @@ def test_the_first_token_is_that_of_a_stream_that_stood() -> None:
     assert seconds_to_first_token([begun], 1.0, 1) is None
 
 
-def test_pauses_are_told_by_fault() -> None:
-    exchange = Exchange(REQUEST, 0.0, 9.0, array("d", [1.0, 2.0, 5.0, 6.0, 8.0]))
-    faults = [Fault("kill", "core", 1, 2.5, 2.5), Fault("starve", "worker", 2, 6.5, 7.0)]
-    seen = measure(faults, [exchange], 1)
-    assert seen["kill core"].pauses is not None and seen["kill core"].pauses.worst == 3.0
-    assert seen["kill core"].first_tokens is not None and seen["kill core"].first_tokens.worst == 2.5
-    assert seen["starve worker"].pauses is not None and seen["starve worker"].first_tokens is None
-    assert seen["all"].pauses is not None and seen["all"].pauses.count == 2
+def test_pauses_are_told_by_fault_where_it_came_alone() -> None:
+    exchange = Exchange(REQUEST, 0.0, 29.0, array("d", [1.0, 2.0, 5.0, 6.0, 8.0, 20.0]))
+    seen = measure([fault(2.5), fault(6.5, "starve", 7.0), fault(9.0), fault(10.0)], [exchange], 1)
+    assert seen["kill core"].pauses == Times(1, 3.0, 3.0, 3.0)
+    assert seen["kill core"].first_tokens == Times(2, 6.25, 9.925, 10.0)
+    assert seen["starve core"].pauses == Times(1, 2.0, 2.0, 2.0)
+    assert seen["starve core"].first_tokens is None
+    assert seen["all"].pauses is not None and (seen["all"].pauses.count, seen["all"].pauses.worst) == (3, 12.0)
+    assert measure([], [exchange], 1) == {}
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
@@ -348,7 +356,7 @@ def role(process: psutil.Process) -> str:
 
 async def _hit(pid: int, kind: str) -> list[Fault]:
     faults: list[Fault] = []
-    monkey = Monkey(pid, interval=1, seed=1, hang=0.2, kinds=(kind,), told=faults.append)
+    monkey = Monkey(pid, interval=1, seed=1, hang=0.2, kinds=(kind,), goes_on=lambda since: True, told=faults.append)
     try:
         await asyncio.wait_for(monkey.hit(), 30)
         return faults
@@ -377,6 +385,21 @@ def test_what_is_stopped_or_starved_goes_on_in_the_end(kind: str, family: psutil
     eventually(lambda: victim.status() == psutil.STATUS_SLEEPING)
     assert victim.nice() == psutil.Process().nice()
     assert not [p for p in psutil.Process().children() if "while True: pass" in p.cmdline()]
+
+
+def test_most_faults_wait_until_streams_go_on(family: psutil.Process) -> None:
+    async def faults(goes_on: bool) -> int:
+        told: list[Fault] = []
+        monkey = Monkey(
+            family.pid, interval=0.01, seed=1, hang=0, kinds=("pause",), goes_on=lambda since: goes_on, told=told.append
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2):
+                await monkey.run()
+        monkey.close()
+        return len(told)
+
+    assert asyncio.run(faults(False)) < 5 <= asyncio.run(faults(True))
 
 
 def test_processes_that_are_left_are_found_by_their_mark(family: psutil.Process) -> None:
@@ -431,6 +454,57 @@ def test_answers_of_an_undisturbed_server_are_the_truth(tiny_model: Path, capsys
     assert set(report["requests"]) == set(KINDS)
     assert report["leftovers"] == report["failures"] == report["timeline"] == []
     assert "passed" in printed
+
+
+def test_answers_are_the_truth_while_cores_are_killed(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report, printed = chaos(
+        capsys, tiny_model, "--clients", "8", "--duration", "10", "--interval", "1.5", "--faults", "kill", "--seed", "1"
+    )
+    assert code == 0, printed
+    assert report["faults"]["kill core"]["faults"] == len(report["timeline"]) >= 2
+    assert report["faults"]["kill core"]["first_tokens"]["median"] > 0
+
+
+LONG = ("--clients", "64", "--duration", "120", "--interval", "8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="one core"),
+        pytest.param(("--standby-engines", "1"), id="standby"),
+        pytest.param(("--tensor-parallel-size", "2"), id="tp"),
+        pytest.param(("--pipeline-parallel-size", "2"), id="pp"),
+        pytest.param(("--data-parallel-size", "2"), id="dp"),
+        pytest.param(("--swap-space", "0.1", "--preemption-mode", "swap"), id="swap"),
+    ],
+)
+def test_answers_are_the_truth_under_every_fault(
+    flags: tuple[str, ...], tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, report, printed = chaos(capsys, tiny_model, *LONG, *flags)
+    assert code == 0, printed
+    assert len(report["timeline"]) >= 4
+
+
+@pytest.mark.slow
+def test_answers_are_the_truth_on_two_machines_of_ray(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        cluster.add_node(num_cpus=1)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        flags = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray", "--faults", "kill,stop,pause")
+        code, report, printed = chaos(capsys, tiny_model, *LONG, *flags)
+    finally:
+        cluster.shutdown()
+    assert code == 0, printed
+    assert any(fault["name"].endswith("worker") for fault in report["timeline"])
 
 
 def test_a_corrupted_answer_fails_the_run_and_is_printed_with_its_truth(
