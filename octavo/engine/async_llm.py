@@ -163,6 +163,11 @@ class AsyncLLM(AsyncEngine):
         return self._replicas.states() if self._loaded else []
 
     @property
+    def num_standby(self) -> int:
+        """Engine cores in reserve that are ready."""
+        return self._replicas.starter.num_reserve if self._loaded else 0
+
+    @property
     def num_resumed(self) -> int:
         """Requests that went on at another core than the one that had begun them, or on one that was started again."""
         return self._replicas.num_resumed if self._loaded else 0
