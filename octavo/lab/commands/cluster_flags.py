@@ -39,7 +39,6 @@ _DEFAULTS: dict[str, Any] = {
     "transfer_gb_s": 50.0,
     "transfer_latency_ms": 1.0,
     "fail": [],
-    "tries": 3,
     "autoscale": None,
     "processes": 1,
 }
@@ -79,7 +78,6 @@ def add_cluster_flags(parser: Parser, *, sized: bool) -> None:
             metavar="WHEN",
             help="REPLICA@AT[:SECONDS] it is away, or mtbf:S,mttr:S for all; may be repeated",
         )
-        add("--tries", type=int, metavar="N", help="tries of a request whose replica fails (3)")
         add(
             "--autoscale",
             metavar="MIN,MAX,TARGET",
@@ -141,7 +139,6 @@ def make_spec(arguments: Arguments, replicas: str, seed: int) -> ClusterSpec:
         transfer=Transfer(given["transfer_gb_s"] * 1e9, given["transfer_latency_ms"] / 1000),
         outages=outages,
         random_outages=at_random,
-        tries=given["tries"],
         autoscale=parse_autoscale(given["autoscale"]) if given["autoscale"] else None,
         limits=LatencyLimits(
             _seconds(arguments.ttft_limit, "--ttft-limit"), _seconds(arguments.tpot_limit, "--tpot-limit")
@@ -171,7 +168,7 @@ def cluster_lines(f: RunFigures) -> list[str]:
             f"{f.transfers} KV caches sent, {f.transferred_bytes / 1e9:.2f} GB, {f.mean_transfer * 1000:.2f} ms each"
         )
     if failures := sum(replica.failures for replica in f.replicas):
-        lines.append(f"{failures} failures: {f.retries} retries, {f.lost_tokens} tokens computed in vain")
+        lines.append(f"{failures} failures: {f.resumed} requests went on elsewhere, {f.lost_tokens} tokens were lost")
     if f.started or f.drained:
         most = max(f.series["replicas"], default=0)
         lines.append(f"{f.started} replicas started, {f.drained} drained; at most {most:.0f} took requests at once")

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan, StepResult
+from octavo.core.progress import AdmissionStats, CompletionProgress, Progress
 from octavo.core.request import EngineCoreRequest, Generate, SequenceStatus
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
@@ -53,8 +54,17 @@ class SimulatedRequest:
     first: float = -1.0
     last: float = -1.0
     tokens: int = 0
+    #: ``last`` before its last token.
+    before: float = -1.0
     #: "stop" and "length" if it has ended as it should; "ignored" or "error"; None while it runs.
     finish_reason: str | None = None
+
+    def set_back(self) -> None:
+        """Its last token was not sent: the engine failed in that step."""
+        self.tokens -= 1
+        self.last = self.before
+        if not self.tokens:
+            self.first = -1.0
 
 
 #: Called for tokens of a step: seconds since the tokens before them, and how many there are.
@@ -132,8 +142,11 @@ class SimulatedEngine:
         """Lets the idle engine's clock run on to a moment; nothing happens if that is past."""
         self.now = max(self.now, now)
 
-    def add(self, number: int, item: WorkItem) -> SimulatedRequest:
+    def add(self, number: int, item: WorkItem, progress: SimulatedRequest | None = None) -> SimulatedRequest:
         """Adds a request that has arrived; ``number`` is its own.
+
+        ``progress``: what an engine that has failed had sent of it. It goes on from there, as the engine's requests do:
+        its tokens are computed again with its prompt, as after a preemption by recompute.
 
         Raises:
             ConfigError: the prompt or the output is longer than ``max_model_len`` allows, or empty.
@@ -145,18 +158,31 @@ class SimulatedEngine:
                 f"request {number} has {len(prompt)} tokens of prompt and {item.output_len} of output: there must be "
                 f"at least 1 of output, and together at most max_model_len ({self.max_model_len})"
             )
-        self.now += self.overhead.request
-        added = self._open[number] = SimulatedRequest(number, item, item.at)
-        if item.user is not None:
-            self.open_by_user[item.user] += 1
-        self.scheduler.add(_core_request(number, item, prompt, self._max_tokens(item)))
-        self._end_at(number, length)
+        added = self._begin(number, item, progress)
+        request = _core_request(number, item, prompt, self._max_tokens(item))
+        answer: list[int] = []
         if item.session is not None and self.options.enable_prefix_caching:  # its next turn brings these tokens
-            self._workers.answers[number] = (len(prompt), output_ids(item))
+            answer = output_ids(item)
+            self._workers.answers[number] = (len(prompt), answer)
+        if added.tokens:
+            ids = answer[: added.tokens] or [TOKEN] * added.tokens
+            request.progress = Progress([CompletionProgress(0, ids)], totals=AdmissionStats(number))
+        self.scheduler.add(request)
+        self._end_at(number, length)
         return added
 
-    def take_over(self, number: int, item: WorkItem) -> SimulatedRequest | None:
-        """Adds a request whose prompt and first token another engine has computed, and whose KV cache has arrived.
+    def _begin(self, number: int, item: WorkItem, progress: SimulatedRequest | None) -> SimulatedRequest:
+        self.now += self.overhead.request
+        added = self._open[number] = progress or SimulatedRequest(number, item, item.at)
+        added.finish_reason = None
+        if added.tokens:
+            self.started[number] = added
+        if item.user is not None:
+            self.open_by_user[item.user] += 1
+        return added
+
+    def take_over(self, number: int, item: WorkItem, progress: SimulatedRequest) -> SimulatedRequest | None:
+        """Adds a request whose prompt and tokens so far another engine has computed, and whose KV cache has arrived.
 
         It goes into host blocks, from which the request is admitted as one that was swapped out; that move costs
         nothing. None, and nothing is changed, if too few host blocks are available now.
@@ -171,17 +197,29 @@ class SimulatedEngine:
             )
         limit = self._max_tokens(item)
         # Their content is not looked at, but it must not be that of another prompt.
-        prompt = [number + TOKEN + 1] + [TOKEN] * item.input_len
-        request = _core_request(number, item, prompt, None if limit is None else limit - 1)
+        prompt = [number + TOKEN + 1] + [TOKEN] * (item.input_len + progress.tokens - 1)
+        request = _core_request(number, item, prompt, None if limit is None else limit - progress.tokens)
         if not _add_with_computed_kv(self.scheduler.queues, request):
             return None
-        self.now += self.overhead.request
+        added = self._begin(number, item, progress)
         self._workers.received.update(self.blocks.groups[0].on_host.by_id[self._sequence(number)])
-        added = self._open[number] = SimulatedRequest(number, item, item.at)
-        if item.user is not None:
-            self.open_by_user[item.user] += 1
         self._end_at(number, item.input_len + item.output_len)
         return added
+
+    def open_requests(self) -> list[SimulatedRequest]:
+        """Those that are unfinished."""
+        return list(self._open.values())
+
+    def set_back(self, ended: list[SimulatedRequest]) -> list[SimulatedRequest]:
+        """All requests without the last step's tokens, which were not sent; ``ended``: those that ended with it.
+
+        The engine is not used any more.
+        """
+        requests = [*self._open.values(), *ended]
+        for request in requests:
+            if request.last == self._last_end:
+                request.set_back()
+        return requests
 
     @property
     def busy(self) -> float:
@@ -207,7 +245,7 @@ class SimulatedEngine:
         steady = 0
         for output in outputs.sequences:
             request = open_[output.group_id]
-            last = request.last
+            request.before = last = request.last
             request.last = now
             request.tokens += len(output.token_ids)
             if last == before:

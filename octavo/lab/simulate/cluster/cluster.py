@@ -66,7 +66,7 @@ class Cluster:
         self.lost = Completions()
         # A sample looks at every replica.
         self.series = Series(_SERIES) if spec.size == 1 else Series(_SERIES, _MOST_SAMPLES)
-        self.retries = self.lost_tokens = self.transfers = self.starts = self.drained = 0
+        self.resumed = self.lost_tokens = self.transfers = self.starts = self.drained = 0
         self.transferred_bytes = 0
         self.transfer_seconds = 0.0
         self.num_open = 0
@@ -123,7 +123,7 @@ class Cluster:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def _route(self, job: ClusterJob, now: float) -> None:
-        """Gives a request that is to be begun to a replica; it waits if all are away."""
+        """Gives a request that begins, or goes on after a failure, to a replica; it waits if all are away."""
         pool = self.serving[self._entry]
         if not pool:
             if self._will_come(self._entry):
@@ -132,13 +132,11 @@ class Cluster:
                 self._end(job, "no replica")
             return
         replica = self._choose(self._entry, job)
-        job.tries += 1
-        job.first = -1.0
         item = job.item
-        if self.spec.prefill:
-            item = msgspec.structs.replace(item, output_len=1)
+        if self.spec.prefill:  # one token more than it has
+            item = msgspec.structs.replace(item, output_len=1 + (job.progress.tokens if job.progress else 0))
         replica.engine.wait_until(now)
-        replica.engine.add(job.number, item)
+        replica.engine.add(job.number, item, job.progress)
         self._take_turn(replica)
 
     def _choose(self, role: Role, job: ClusterJob) -> Replica:
@@ -178,14 +176,11 @@ class Cluster:
         item = job.item
         if request.finish_reason not in ("stop", "length"):
             self._end(job, str(request.finish_reason))
-        elif replica.role == "prefill" and item.output_len > 1:
-            job.first = request.last
+        elif replica.role == "prefill" and item.output_len > request.tokens:
+            job.progress = request
             self._send(job, replica, replica.epoch, now)
         else:
             tokens, first = request.tokens, request.first
-            if job.first >= 0:
-                replica.gaps.add(first - job.first)
-                tokens, first = tokens + 1, job.first
             replica.done.add(job.number, item, item.at, first, request.last, tokens)
             each = (request.last - first) / (tokens - 1) if tokens > 1 else 0.0
             replica.good += self.spec.limits.met(item, first - item.at, each)
@@ -209,7 +204,7 @@ class Cluster:
     def _send(self, job: ClusterJob, sender: Replica, sent: int, now: float) -> None:
         """Sends the KV cache of a prompt to a decode replica, behind those that the sender is sending."""
         if sender.epoch != sent:
-            self._retry(job, now)
+            self._resume(job, now)
             return
         if not self.serving["decode"]:
             if self._will_come("decode"):
@@ -218,7 +213,8 @@ class Cluster:
                 self._end(job, "no replica")
             return
         receiver = self._choose("decode", job)
-        size = job.item.input_len * sender.profile.kv_bytes_per_token
+        assert job.progress is not None
+        size = (job.item.input_len + job.progress.tokens - 1) * sender.profile.kv_bytes_per_token
         sender.link_free = max(sender.link_free, now) + size / self.spec.transfer.bandwidth
         arrival = sender.link_free + self.spec.transfer.latency
         self.transfers += 1
@@ -229,15 +225,16 @@ class Cluster:
     def _arrive(self, job: ClusterJob, sender: Replica, sent: int, receiver: Replica, epoch: int, now: float) -> None:
         """The KV cache is there; while the receiver has no host blocks for it, it waits on the sender."""
         if receiver.epoch != epoch:
-            return  # it failed, and its requests were retried
+            return  # it failed, and its requests go on elsewhere
         if sender.epoch != sent:
             receiver.release(job)
             self._routers["decode"].ended(job.item, receiver)
-            self._retry(job, now)
+            self._resume(job, now)
             return
+        assert job.progress is not None
         engine = receiver.engine
         engine.wait_until(now)
-        if engine.take_over(job.number, job.item) is None:
+        if engine.take_over(job.number, job.item, job.progress) is None:
             if not engine.has_work:
                 raise ConfigError(
                     f"the KV cache of request {job.number} ({job.item.input_len} tokens) does not fit the host blocks "
@@ -264,7 +261,7 @@ class Cluster:
             self._coming[replica.role] += 1
             self.at(now + seconds, partial(self._return, replica))
         for job in lost:
-            self._retry(job, now)
+            self._resume(job, now)
         self._route_jobs_without_replica(now)
 
     def _return(self, replica: Replica, now: float) -> None:
@@ -272,12 +269,10 @@ class Cluster:
         replica.start(now, "serving")
         self._join(replica)
 
-    def _retry(self, job: ClusterJob, now: float) -> None:
-        """Begins a request anew, unless that was tried too often."""
-        if job.tries >= self.spec.tries:
-            self._end(job, "replica lost")
-            return
-        self.retries += 1
+    def _resume(self, job: ClusterJob, now: float) -> None:
+        """A request whose replica has failed goes on with the tokens that it has."""
+        job.replica = None
+        self.resumed += 1
         self._route(job, now)
 
     def _next_outage(self, replica: Replica) -> None:
@@ -346,8 +341,10 @@ class Cluster:
     def _route_jobs_without_replica(self, now: float) -> None:
         """Gives what waits for a replica to one that has come; if none will come, it fails."""
         if self.serving[self._entry] or not self._will_come(self._entry):
-            for _ in range(len(self.jobs_without_replica)):
-                self._route(self.jobs_without_replica.popleft(), now)
+            waiting = sorted(self.jobs_without_replica, key=lambda job: job.number)
+            self.jobs_without_replica.clear()
+            for job in waiting:
+                self._route(job, now)
         for _ in range(len(self._prefilled)):
             self._send(*self._prefilled.popleft(), now)
 

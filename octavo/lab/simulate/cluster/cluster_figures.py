@@ -52,8 +52,8 @@ class ClusterFigures(RunFigures, frozen=True, kw_only=True):
     imbalance: float
     #: Share of the prompts' tokens, as often as they were admitted, that were found in a prefix cache.
     prefix_hit_share: float
-    #: Times that a request was begun anew after a failure, and tokens that were computed in vain.
-    retries: int
+    #: Times that a request went on elsewhere after a failure, and tokens whose keys and values were lost.
+    resumed: int
     lost_tokens: int
     #: KV caches sent from replica to replica, their bytes, and the mean time of one, waiting included.
     transfers: int
@@ -91,7 +91,7 @@ class _ReplicaResult:
     num_blocks: int
 
 
-_COUNTS = ("retries", "lost_tokens", "transfers", "transferred_bytes", "transfer_seconds", "starts", "drained")
+_COUNTS = ("resumed", "lost_tokens", "transfers", "transferred_bytes", "transfer_seconds", "starts", "drained")
 
 
 def result_of(cluster: Cluster) -> CellResult:
@@ -145,7 +145,7 @@ def figures_of(cells: list[CellResult], router: str) -> tuple[ClusterFigures, Co
         replica_seconds=used,
         imbalance=_imbalance(replicas),
         prefix_hit_share=totals.prefix_hit_tokens / max(1, totals.prefix_queried_tokens),
-        retries=int(counts["retries"]),
+        resumed=int(counts["resumed"]),
         lost_tokens=int(counts["lost_tokens"]),
         transfers=int(counts["transfers"]),
         transferred_bytes=int(counts["transferred_bytes"]),

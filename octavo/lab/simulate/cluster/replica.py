@@ -19,15 +19,14 @@ State = Literal["starting", "serving", "draining", "down", "stopped"]
 
 @dataclass(slots=True, eq=False)
 class ClusterJob:
-    """A request in a cluster, over all its tries and stages."""
+    """A request in a cluster, over all replicas that it is on."""
 
     number: int
     item: WorkItem
     #: Tokens that it counts for while it is open: prompt and expected output.
     work: int
-    tries: int = 0
-    #: When its first token came, where the prompt is computed by another replica than the rest; -1.0: not yet.
-    first: float = -1.0
+    #: What was sent of it by replicas that it was on before; None: nothing.
+    progress: SimulatedRequest | None = None
     replica: Replica | None = None
 
 
@@ -71,6 +70,7 @@ class Replica:
     """Owns an engine, which may be several one after another, as it fails and returns.
 
     What a step gives is known when the clock of the cluster reaches its end (``deliver``); a failure before loses it.
+    What was given stays: a request that is lost with a replica goes on at another with the tokens that it has.
     Invariant: ``outstanding`` is the sum of ``work`` over ``jobs``.
     """
 
@@ -92,7 +92,7 @@ class Replica:
     gaps: Gaps = field(default_factory=Gaps)
     totals: Totals = field(default_factory=Totals)
     good: int = 0
-    #: Requests given to it, again ones included, and their tokens; times that it failed.
+    #: Requests given to it, those of failed replicas included, and their tokens; times that it failed.
     given: int = 0
     given_tokens: int = 0
     failures: int = 0
@@ -102,6 +102,7 @@ class Replica:
 
     def __post_init__(self) -> None:
         self._ended: list[SimulatedRequest] = []
+        self._delivered = True
         self._new_gaps = array("d")
         self._new_counts: list[int] = []
         self.engine = self.make_engine(self.profile, self._on_gap)
@@ -133,19 +134,25 @@ class Replica:
         self.state = state
 
     def stop(self, now: float, state: State) -> list[ClusterJob]:
-        """Ends to be in use; returns the requests that are lost with it, in the order in which it got them."""
+        """Ends to be in use; returns the requests that it had, in the order of their arrival, with their progress."""
         self.state = state
         assert self.since is not None
         self.seconds += now - self.since
         self.since = None
         self.epoch += 1
         self.has_turn = False
-        lost = list(self.jobs.values())
+        for request in self._sent_so_far():
+            self.jobs[request.number].progress = request if request.tokens else None
+        lost = sorted(self.jobs.values(), key=lambda job: job.number)
         self.jobs.clear()
         self.outstanding = 0
-        self._ended.clear()
+        self._ended, self._delivered = [], True
         self._forget_gaps()
         return lost
+
+    def _sent_so_far(self) -> list[SimulatedRequest]:
+        """Its requests, without what a step gives that has not ended yet."""
+        return self.engine.open_requests() if self._delivered else self.engine.set_back(self._ended)
 
     def lost_tokens(self) -> int:
         """Tokens that it has computed of the requests that it has; the KV cache of one on its way here counts, too."""
@@ -170,14 +177,14 @@ class Replica:
 
     def step(self) -> None:
         """Runs a step; see ``deliver``."""
-        self._ended = self.engine.step()
+        self._ended, self._delivered = self.engine.step(), False
 
     def deliver(self) -> list[SimulatedRequest]:
         """The requests that ended with the last step, whose end is now."""
         for seconds, count in zip(self._new_gaps, self._new_counts, strict=True):
             self.gaps.add(seconds, count)
         self._forget_gaps()
-        ended, self._ended = self._ended, []
+        ended, self._ended, self._delivered = self._ended, [], True
         return ended
 
     def _on_gap(self, seconds: float, count: int) -> None:

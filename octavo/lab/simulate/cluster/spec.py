@@ -108,8 +108,6 @@ class ClusterSpec:
     transfer: Transfer = Transfer()
     outages: tuple[Outage, ...] = ()
     random_outages: RandomOutages | None = None
-    #: A request that a failed replica had is begun anew on another; counted as failed after so many tries.
-    tries: int = 3
     autoscale: Autoscale | None = None
     limits: LatencyLimits = LatencyLimits()
     seed: int = 0
@@ -122,7 +120,6 @@ class ClusterSpec:
             all(count >= 1 for count, _ in (*self.replicas, *self.prefill)) and self.size <= MOST_REPLICAS,
             f"a cluster has from 1 to {MOST_REPLICAS} replicas",
         )
-        require(self.tries >= 1, f"a request has at least 1 try, not {self.tries}")
         if self.autoscale is not None and (self.prefill or len(self.replicas) > 1):
             raise ConfigError("autoscaling is for replicas of one kind: one profile, and no replicas for prompts alone")
         if self.prefill and len({p.kv_bytes_per_token for _, p in (*self.prefill, *self.replicas)}) > 1:
