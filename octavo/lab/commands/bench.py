@@ -14,6 +14,7 @@ from octavo.lab.commands import (
     bench_allocators,
     bench_calibrate,
     bench_chaos,
+    bench_failover,
     bench_grammar,
     bench_kernels,
     bench_policies,
@@ -35,6 +36,7 @@ KINDS = (
     "executor",
     "calibrate",
     "simulation",
+    "failover",
     "grammar",
     "allocators",
     "policies",
@@ -57,6 +59,7 @@ examples:
   octavo bench executor --running 1,64,1024 --tensor-parallel-size 2
   octavo bench calibrate smollm2-135m --json profile.json
   octavo bench simulation smollm2-135m --profile profile.json --seconds 20
+  octavo bench failover smollm2-135m --data-parallel-size 2 --num-threads 1 --profile one-thread.json
   octavo bench grammar smollm2-135m --batches 1,64
   octavo bench allocators smollm2-135m --cases short,long
   octavo bench policies smollm2-135m --places process,simulated
@@ -75,6 +78,8 @@ scheduler  processor time of schedule and update in a step, in microseconds, wit
 executor   microseconds from a step's plan to its result, without a model, for the workers of the parallelism options
 calibrate  seconds of steps of a model, and the profile for 'octavo simulate' that fits them; wants a quiet machine
 simulation workloads on the engine, by the clock, and the same simulated with a profile: how far the figures differ
+failover   a server's replica is killed under load: latencies, pauses and recovery, measured, and simulated with the
+           profile of one replica; --seconds of arrivals at the share --load of what the replicas can serve
 grammar    structured output: time of masks for ten schemas of growing size, throughput of batches whose requests all
            have a schema against none, and what a schema adds to the time to the first token; --batches, --output-len
            and --rounds count
@@ -120,6 +125,7 @@ def make_parser() -> Parser:
         "--profile", default="smollm2-135m-2-cores", metavar="NAME|FILE", help="of a simulation (smollm2-135m-2-cores)"
     )
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each workload's arrivals (20)")
+    parser.add_argument("--load", type=float, default=0.5, metavar="X", help="of failover: share of the capacity (0.5)")
     parser.add_argument(
         "--rounds",
         type=int,
@@ -166,6 +172,7 @@ def run(arguments: Arguments) -> int:
         "calibrate": bench_calibrate.run,
         "grammar": bench_grammar.run,
         "simulation": _simulation,
+        "failover": bench_failover.run,
     }[kind]
     if arguments.json is None:
         measure(arguments, model, None)

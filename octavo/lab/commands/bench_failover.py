@@ -1,0 +1,27 @@
+"""``octavo bench failover``: prints what the kill of a replica costs, measured and simulated."""
+
+from __future__ import annotations
+
+from typing import IO
+
+from octavo.cli.engine_flags import read_engine_config
+from octavo.cli.parsing import Arguments, check_positive
+from octavo.lab.commands.records import show_one
+
+
+def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
+    """Runs a server with replicas and the simulator; the run goes as JSON to ``stream``, if there is one."""
+    from octavo.lab.bench.failover import measure
+    from octavo.lab.simulate.step_profile import load_profile
+
+    profile = load_profile(arguments.profile)
+    check_positive(arguments, "seconds", "load")
+    found = measure(read_engine_config(arguments, model), profile, arguments.load, arguments.seconds)
+    lines = [
+        f"{found.replicas} replicas, {found.requests} requests, {found.requests_per_s:.3f} a second; a replica killed "
+        f"at {found.killed_at:.2f} s, back after {found.restart_seconds:.2f} s; "
+        f"simulated at the paces {found.paces[0]:.3f} and {found.paces[1]:.3f}",
+        f"{'run':15} {'figure':16} {'measured':>9} {'simulated':>9} {'ratio':>6}",
+        *(f"{f.run:15} {f.name:16} {f.measured:9.3f} {f.simulated:9.3f} {f.ratio:6.2f}" for f in found.figures),
+    ]
+    show_one(found, stream, "\n".join(lines))

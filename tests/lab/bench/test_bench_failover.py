@@ -1,0 +1,63 @@
+"""``octavo bench failover``: figures of a run in which a replica was killed, measured and simulated alike."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+
+import pytest
+
+from octavo.cli.main import main
+from octavo.core.config import make_config
+from octavo.core.errors import ConfigError
+from octavo.lab.bench import failover
+from octavo.lab.bench.serve_client import RequestOutcome
+from octavo.lab.simulate.cluster.spec import Outage
+from tests.lab.simulate.test_profile import profile
+from tests.lab.simulate.test_simulated_engine import UNIT, item
+
+OPTIONS = make_config(model="none", data_parallel_size=2)
+
+
+def outcome(sent: float, *chunks: float) -> RequestOutcome:
+    made = RequestOutcome(sent, sent, ended=chunks[-1], chunks=array("d", chunks))
+    made.output_tokens = len(chunks)
+    return made
+
+
+def test_the_same_run_has_the_same_figures_measured_and_simulated() -> None:
+    """Steps of 1 s; see ``test_a_lost_request_goes_on_with_the_tokens_that_were_sent``."""
+    items = [item(0, 10, 4), item(0, 10, 4)]
+    simulated = failover._simulated(OPTIONS, profile(**UNIT), items, Outage(0, 2.5, 100))
+    measured = failover._measured_figures([outcome(0, 1, 2, 4, 5), outcome(0, 1, 2, 3, 4)], 2.5)
+    assert simulated.pop("requests moved") == 1
+    assert simulated == pytest.approx(measured, rel=0.03), "percentiles of few gaps are interpolated"
+    assert measured["itl max"] == 2 and measured["time to recover"] == 2.5
+
+
+def test_the_pace_of_a_run_is_found() -> None:
+    items = [item(i / 4, 40, 30) for i in range(60)]
+    slow = failover._simulated(OPTIONS, profile().scaled(2.5), items)
+    done = failover._record(OPTIONS, profile().scaled(2.5), items, None)[1]
+    for until in (float("inf"), 9.0):
+        seconds = failover._token_seconds(zip(done.first, done.last, done.outputs, strict=True), until)
+        pace = failover._pace(OPTIONS, profile(), items, failover._Measured(slow, seconds, until))
+        assert pace == pytest.approx(2.5, rel=0.01)
+
+
+def test_a_single_replica_is_refused() -> None:
+    with pytest.raises(ConfigError, match="data_parallel_size must be at least 2"):
+        failover.measure(make_config(model="none"), profile(), 0.5, 10)
+
+
+@pytest.mark.slow
+def test_a_replica_of_a_server_is_killed_and_the_simulation_compared(tmp_path: Path) -> None:
+    call = ["bench", "failover", "smollm2-135m", "--data-parallel-size", "2", "--num-threads", "1", "--seconds", "10"]
+    call += ["--num-gpu-blocks-override", "2000", "--load", "0.1", "--json", str(tmp_path / "found.json")]
+    assert main(call) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["restart_seconds"] > 0 and min(found["paces"]) > 0
+    figures = {(f["run"], f["name"]): f for f in found["figures"]}
+    assert ("replica killed", "time to recover") in figures
+    assert all(f["measured"] > 0 for (run, _), f in figures.items() if run == "undisturbed")
