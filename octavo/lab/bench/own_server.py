@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -86,22 +87,35 @@ def own_server(
         # Variables win over the file, and what they say is in it already.
         options_of_file = {PREFIX + option.upper() for option in OPTIONS} | {"OCTAVO_CONFIG", "OCTAVO_API_KEYS"}
         inherited = {key: value for key, value in os.environ.items() if key not in options_of_file}
-        with log.open("wb") as stream:
+        with log.open("wb") as stream, _terminable():
             process = subprocess.Popen(
                 [sys.executable, "-m", "octavo", "serve", "--config", str(config)],
                 stdout=stream,
                 stderr=stream,
                 env={**inherited, **(environ or {})},
             )
-        try:
-            yield OwnServer(_url(process, log), process, log)
-        finally:
-            process.send_signal(signal.SIGTERM)
             try:
-                process.wait(_END)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                yield OwnServer(_url(process, log), process, log)
+            finally:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(_END)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends this process as an exception does, so that it leaves no server behind. Main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _url(process: subprocess.Popen[bytes], log: Path) -> str:
