@@ -32,7 +32,7 @@ class NewSequence(msgspec.Struct, array_like=True):
     adapter: str | None = None
 
 
-class Fork(msgspec.Struct, array_like=True):
+class Fork(msgspec.Struct, array_like=True, gc=False):
     """A new sequence that starts as a copy of one that the workers hold: tokens, table, parameters; not the seed.
 
     The copy is taken before the plan's table changes. A child that the plan does not schedule, while it schedules its
@@ -44,7 +44,7 @@ class Fork(msgspec.Struct, array_like=True):
     seed: int
 
 
-class TableChange(msgspec.Struct, array_like=True):
+class TableChange(msgspec.Struct, array_like=True, gc=False):
     """Blocks written into a sequence's block table from ``index`` on: appended, or in place of a shared block.
 
     A group of layers with equal KV specs has tables of its own. Of a group with an attention window, blocks before the

@@ -6,7 +6,7 @@ import mmap
 import os
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable
 
 from octavo.core.shared_memory import shared_memory
 
@@ -21,15 +21,28 @@ class LastSteps:
     def __init__(self, steps: int) -> None:
         """``steps``: that may be in flight."""
         self._steps: deque[frozenset[int]] = deque(maxlen=steps)
+        self._seq_ids: list[int] = []
 
-    def note(self, group_ids: Iterable[int]) -> None:
-        """A step with these groups begins, beside those that may be in flight."""
-        self._steps.append(frozenset(group_ids))
+    def note(self, seq_ids: list[int], group_of: Callable[[int], int]) -> None:
+        """A step of these sequences begins, beside those that may be in flight; ``group_of`` names a sequence's group.
+
+        The list is kept, and not to be changed: most steps are of the sequences of the one before.
+        """
+        repeated = bool(self._steps) and seq_ids == self._seq_ids
+        groups = self._steps[-1] if repeated else frozenset(map(group_of, seq_ids))
+        changed = not self._steps or any(step is not groups for step in self._steps)
+        self._seq_ids = seq_ids
+        self._steps.append(groups)
+        if changed:
+            self._publish()
 
     @property
     def groups(self) -> set[int]:
         """Those of the last steps; some may have ended since."""
         return set().union(*self._steps)
+
+    def _publish(self) -> None:
+        """Called when ``groups`` may have changed."""
 
 
 class FlightRecorder(LastSteps):
@@ -41,9 +54,7 @@ class FlightRecorder(LastSteps):
         self._memory = mmap.mmap(descriptor, 0)
         os.close(descriptor)
 
-    def note(self, group_ids: Iterable[int]) -> None:
-        """See ``LastSteps``."""
-        super().note(group_ids)
+    def _publish(self) -> None:
         noted = list(self.groups)[:_MOST]
         self._memory[: _WORD * (len(noted) + 1)] = array("q", [len(noted), *noted]).tobytes()
 

@@ -116,7 +116,7 @@ class StepLoop:
         plan = self.scheduler.schedule()
         if self.recorder is not None and plan.seq_ids:
             sequences = self.scheduler.queues.sequences
-            self.recorder.note(sequences[seq_id].group.group_id for seq_id in plan.seq_ids)
+            self.recorder.note(plan.seq_ids, lambda seq_id: sequences[seq_id].group.group_id)
         try:
             pending: PendingStep = self.executor.submit(plan)
         except Exception as e:  # raised by ``wait``: the result of the step before comes first

@@ -101,6 +101,11 @@ class BlockManager:
         return sum_groups([group.state() for group in self.groups])
 
     @property
+    def num_available(self) -> int:
+        """Device blocks that can be allocated in each group: so many sequences may write one token each."""
+        return min((group.device.num_available for group in self.groups), default=sys.maxsize)
+
+    @property
     def num_tables(self) -> int:
         """Sequences that hold blocks, on the device or the host."""
         return len(self._first.tables) + len(self._first.on_host.by_id)

@@ -11,7 +11,7 @@ from octavo.memory.block_pool import BlockPool, OutOfBlocksError
 from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.content_index import ContentIndex, KnownBlock
 from octavo.memory.moves import PendingMoves
-from octavo.memory.prefix_chain import PrefixChain
+from octavo.memory.prefix_chain import Content, PrefixChain, positions
 
 NO_REFERENCES: Mapping[int, int] = MappingProxyType({})
 
@@ -77,11 +77,11 @@ class PrefixCache:
 
     # --- content ----------------------------------------------------------------------------------------------------
 
-    def add(self, chain: PrefixChain, index: int, block: int, content: tuple[object, ...]) -> None:
+    def add(self, chain: PrefixChain, index: int, block: int, content: Content) -> None:
         """Adds a computed block as block ``index`` of the chain, unless its content is cached already."""
         self.on_device.add(KnownBlock(self._device, block, chain.digests[index + 1], chain.digests[index], content))
 
-    def pin(self, chain: PrefixChain, index: int, block: int, content: tuple[object, ...]) -> int:
+    def pin(self, chain: PrefixChain, index: int, block: int, content: Content) -> int:
         """Adds a computed block as ``add`` does, and pins it; returns the block that is pinned.
 
         That is another one with this content if it is pinned already, or if ``block`` is ``NO_BLOCK``. One that is not
@@ -223,7 +223,7 @@ def find_match(caches: Sequence[PrefixCache], token_ids: list[int], chain: Prefi
     if len(caches) > 1:
         hits, end = _find_common_prefix(caches, chain, end)
     start = end * size
-    content = chain.content(token_ids, start, min(start + size, usable))
+    content = positions(chain.content(token_ids, start, min(start + size, usable)))
     others = caches[1:]
     partial, count = caches[0].find_partial(chain, end, content, lambda d: all(cache.find(d) for cache in others))
     if partial is not None:

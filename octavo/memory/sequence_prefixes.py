@@ -96,15 +96,18 @@ class SequencePrefixes:
         sequence has no table on the device. ``context`` and ``features`` are those passed to ``chain``.
         """
         num_full = num_computed // self._block_size
-        if not self.enabled or num_full <= self.num_registered(seq_id) or seq_id not in self._groups[0].tables:
+        if not (self.enabled and num_full and seq_id in self._groups[0].tables):
             return
         registration = self._registrations.get(seq_id)
         if registration is None:
             chain = PrefixChain(context, self._block_size, features)
             registration = self._registrations[seq_id] = _Registration(chain, 0)
-        registration.chain.extend(token_ids, num_full)
+        chain, count = registration.chain, registration.count
+        if num_full <= count:
+            return
+        chain.extend(token_ids, num_full)
         for group in self._groups:
-            group.register(registration.chain, seq_id, registration.count, num_full, token_ids)
+            group.register(chain, seq_id, count, num_full, token_ids)
         registration.count = num_full
 
     def num_registered(self, seq_id: int) -> int:

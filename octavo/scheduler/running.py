@@ -34,10 +34,10 @@ class Running:
         running, decodes = queues.running, step.decodes
         exceeding = []
         most_decodes = -(-queues.num_running_seqs // self._num_stages)
-        position = 0
-        while position < len(running):
-            group = running[position]
-            position += 1
+        # Decodes whose slots are allocated together, as there is a block for each of them, whatever it writes into.
+        together: Chunks = []
+        available = queues.blocks.num_available
+        for position, group in enumerate(running, 1):  # those that are preempted are behind it, or it is the last
             seqs = group.seqs
             seq = seqs[0]
             if group.prefilling:
@@ -48,18 +48,15 @@ class Running:
                 seq.free_slots -= 1
                 decodes.append(seq)
                 continue
-            elif seq.is_ending or group.awaits_result:
-                continue
+            elif seq.is_ending or group.awaits_result or len(decodes) >= most_decodes:
+                continue  # the rest is for the steps of the other stages
             else:
-                if len(decodes) >= most_decodes:  # the rest is for the steps of the other stages
+                work = self._decode(group, step)
+                if work[0][1] == 1 and len(together) + len(work) <= available:
+                    together += work
+                    decodes += [s for s, _ in work]
                     continue
-                # Drafts make sequences of a group differ in length.
-                work = [(s, 1) for s in seqs if not s.is_ending]
-                forced = min(step.forced_budget, len(seq.token_ids) - seq.num_computed - 1)
-                if forced > 0:
-                    forced = min(forced, queues.blocks.max_chunk - 1)
-                    work = [(seq, 1 + forced)]
-                    step.forced_budget -= forced
+            self._allocate_together(together, step)
             if self._allocate_or_preempt(group, work, position, step):
                 if group.prefilling:
                     schedule_prefill(queues, group, work, step)
@@ -73,8 +70,27 @@ class Running:
                 exceeding.append(group)
             else:
                 self._preemption.preempt(group, step)
-                position -= 1
+            available = queues.blocks.num_available
+        self._allocate_together(together, step)
         return exceeding
+
+    def _decode(self, group: SequenceGroup, step: Step) -> Chunks:
+        """The next token of each sequence of a group, and what a grammar has forced behind it."""
+        seq = group.seqs[0]
+        forced = min(step.forced_budget, len(seq.token_ids) - seq.num_computed - 1)
+        if forced > 0:
+            forced = min(forced, self._queues.blocks.max_chunk - 1)
+            step.forced_budget -= forced
+            return [(seq, 1 + forced)]
+        # Drafts make sequences of a group differ in length.
+        return [(s, 1) for s in group.seqs if not s.is_ending]
+
+    def _allocate_together(self, decodes: Chunks, step: Step) -> None:
+        """Allocates the slots of these decodes, for which there are blocks, and empties the list."""
+        if decodes:
+            allocated = allocate_slots(self._queues, decodes, step)
+            assert allocated, "a sequence takes no more than one block of each group for its next token"
+            decodes.clear()
 
     def _split_budget(self, step: Step) -> dict[int, Chunks]:
         """Takes one token for each decode from the budget, and splits the rest among prefilling groups, in order.

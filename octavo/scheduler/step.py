@@ -116,7 +116,7 @@ def blocks_still_needed(blocks: BlockManager, group: SequenceGroup) -> BlocksNee
 
 
 def allocate_slots(queues: Queues, work: Chunks, step: Step) -> bool:
-    """Allocates the blocks for the tokens of these sequences of one group; False and no change if too few are free."""
+    """Allocates the blocks for the tokens of these sequences; False and no change if too few are free."""
     blocks = queues.blocks
     short = [(seq, n) for seq, n in work if seq.free_slots < n]
     if short:
@@ -205,9 +205,9 @@ def advance(queues: Queues, step: Step) -> None:
     """Counts the tokens of a step as computed, as they are for every later plan."""
     size, filled = queues.blocks.block_size, step.filled
     for seq in step.decodes:
-        seq.num_computed += 1
-        if not seq.num_computed % size:
-            filled.append((seq, seq.num_computed))
+        seq.num_computed = computed = seq.num_computed + 1
+        if not computed % size:
+            filled.append((seq, computed))
     for seq, drafts in step.drafted:
         seq.num_computed += 1 + len(drafts)
     for chunks in (step.extended, step.prefills):

@@ -29,8 +29,7 @@ class Results:
 
     def update(self, step: Step, result: StepResult) -> EngineCoreOutputs:
         """Appends sampled tokens, adds full blocks to the prefix cache, ends what has finished."""
-        for seq, num_computed in step.filled:
-            self._register(seq, num_computed)
+        self._register_filled(step)
         outputs = EngineCoreOutputs([msgspec.structs.replace(group.totals) for group in step.admitted])
         beams: dict[int, SequenceGroup] = {}
         ended = self._append_sampled(result, outputs.sequences, beams)
@@ -154,15 +153,18 @@ class Results:
             if not group.plans_on_results:
                 seq.free_slots = min(blocks.spare_slots(computed, several=True), seq.max_length - 1 - computed)
 
-    def _register(self, seq: Sequence, num_computed: int) -> None:
-        """Adds the full blocks of a finished step, whose token ids are all known, to the prefix cache.
+    def _register_filled(self, step: Step) -> None:
+        """Adds the blocks that the step has filled, whose token ids are all known, to the prefix cache.
 
         A sequence that was preempted since that step was planned holds them no longer.
         """
-        if seq.status is SequenceStatus.RUNNING:
-            group = seq.group
-            prefixes = self._queues.blocks.prefixes
-            prefixes.register(seq.seq_id, seq.token_ids, num_computed, group.context, group.features)
+        prefixes = self._queues.blocks.prefixes
+        if not prefixes.enabled:
+            return
+        for seq, num_computed in step.filled:
+            if seq.status is SequenceStatus.RUNNING:
+                group = seq.group
+                prefixes.register(seq.seq_id, seq.token_ids, num_computed, group.context, group.features)
 
     def _choose_beams(
         self, group: SequenceGroup, extras: dict[int, SequenceResult], outputs: EngineCoreOutputs

@@ -27,6 +27,7 @@ from octavo.executor.executor import Executor, PendingStep
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.content_index import ContentIndex
+from octavo.memory.prefix_chain import positions
 from octavo.scheduler.beam_search import BeamSearch, Candidates
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.preparation_pool import PreparationState
@@ -767,8 +768,9 @@ def check_index(engine: Engine, index: ContentIndex) -> None:
         content = engine.worker.device[block]
         parent = index.find(known.parent)
         before = engine.worker.device[parent.block][-1] if parent is not None else None
-        assert 0 < len(known.content) <= len(content)  # less at the end of a shared prefix
-        for token, found in zip(known.content, content, strict=False):
+        known_content = positions(known.content)
+        assert 0 < len(known_content) <= len(content)  # less at the end of a shared prefix
+        for token, found in zip(known_content, content, strict=False):
             assert found is not None and isinstance(token, int)
             assert before is None or found == extend_print(before, token), f"block {block} is not what it is known as"
             before = found
