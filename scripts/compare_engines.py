@@ -7,6 +7,9 @@ together in time, as only ratios of one machine at one time are meaningful.
 
 Every engine gets the same random prompts (token ids), decodes greedily to the same length, ignoring the end-of-sequence
 token, and answers a question, so that wrong output is noticed.
+
+With ``--row MACHINE`` the last line is a row of the table in docs/performance.md: the machine, the engine and what
+it was asked for, and the seconds of each batch.
 """
 
 from __future__ import annotations
@@ -31,17 +34,20 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="engine option")
+    parser.add_argument("--row", metavar="MACHINE", help="print a row of a Markdown table, too")
     arguments = parser.parse_args()
     batches = [int(word) for word in arguments.batches.split(",")]
     start = time.perf_counter()
     answer, run = ENGINES[arguments.engine](arguments, max(batches))
     ready = time.perf_counter() - start
     rng = random.Random(0)
+    times = []
     for batch in batches:
         prompts = [[rng.randrange(100, 40000) for _ in range(arguments.input_len)] for _ in range(batch)]
         start = time.perf_counter()
         run(prompts)
         seconds = time.perf_counter() - start
+        times.append(seconds)
         figures = {
             "engine": arguments.engine,
             "options": arguments.option,
@@ -52,6 +58,9 @@ def main() -> None:
             "answer": answer,
         }
         print(json.dumps(figures), flush=True)
+    if arguments.row:
+        what = ", ".join([arguments.engine, arguments.dtype, *arguments.option])
+        print(f"| {' | '.join([arguments.row, what, *(f'{seconds:.3g}' for seconds in times)])} |")
 
 
 def vllm_compatible(module: str) -> Callable[[Any, int], tuple[str, Callable[[Batch], None]]]:
