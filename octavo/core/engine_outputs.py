@@ -45,6 +45,12 @@ class EngineCoreOutputs(msgspec.Struct):
     """All outputs of a step."""
 
     admissions: list[AdmissionStats] = []
+    #: Of the sequences that go on after one token of which nothing else is to be said, nearly all and nearly always:
+    #: their groups, which of its group's completions each is, and the tokens.
+    group_ids: list[int] = []
+    indexes: list[int] = []
+    token_ids: list[int] = []
+    #: Of all others.
     sequences: list[SequenceOutput] = []
     #: Of the groups that had drafts in this step.
     drafts: list[DraftStats] = []
@@ -52,12 +58,22 @@ class EngineCoreOutputs(msgspec.Struct):
     #: Of the beam searches that go on.
     beams: list[BeamUpdate] = []
 
+    def each_sequence(self) -> Iterator[SequenceOutput]:
+        """What the step added to each sequence."""
+        for group_id, index, token in zip(self.group_ids, self.indexes, self.token_ids, strict=True):
+            yield SequenceOutput(group_id, index, [token])
+        yield from self.sequences
+
     def parts(self, size: int) -> Iterator[EngineCoreOutputs]:
         """The same in the same order, ``size`` sequences at a time."""
-        if len(self.sequences) <= size:
+        if len(self.token_ids) + len(self.sequences) <= size:
             yield self
             return
         yield EngineCoreOutputs(admissions=self.admissions, drafts=self.drafts, beams=self.beams)
+        for start in range(0, len(self.token_ids), size):
+            part = slice(start, start + size)
+            columns = self.group_ids[part], self.indexes[part], self.token_ids[part]
+            yield EngineCoreOutputs([], *columns)
         for start in range(0, len(self.sequences), size):
             yield EngineCoreOutputs(sequences=self.sequences[start : start + size])
         yield EngineCoreOutputs(groups=self.groups)

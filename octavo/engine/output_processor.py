@@ -236,7 +236,7 @@ class OutputProcessor:
             if request is not None:
                 request.beams = request.beams or BeamProgress([[]], [0.0])
                 request.beams.apply(beams)
-        for update in step.sequences:
+        for update in step.each_sequence():
             request = self._groups.get(update.group_id)
             if request is None:
                 continue

@@ -58,12 +58,17 @@ class PrefixChain:
 
         The last one may be partly filled, of tokens without features: fewer bytes than of any full block are hashed.
         """
-        digests, size, features = self.digests, self.block_size, self.features
+        size = self.block_size
         for start in range(len(self) * size, num_blocks * size, size):
-            content = _packed(token_ids[start : start + size])
-            if features:
-                content += self._feature_bytes(start)
-            digests.append(blake2b(digests[-1] + content, digest_size=_DIGEST_BYTES).digest())
+            self.add(token_ids, self.content(token_ids, start, start + size))
+
+    def add(self, token_ids: list[int], content: Content) -> None:
+        """Computes the digest of the first block that has none yet, which has this content."""
+        digests = self.digests
+        if not isinstance(content, bytes):
+            start = (len(digests) - 1) * self.block_size
+            content = _packed(token_ids[start : start + self.block_size]) + self._feature_bytes(start)
+        digests.append(blake2b(digests[-1] + content, digest_size=_DIGEST_BYTES).digest())
 
     def first(self, num_blocks: int) -> PrefixChain:
         """A copy with at most the first ``num_blocks`` blocks."""

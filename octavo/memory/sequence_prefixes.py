@@ -102,13 +102,14 @@ class SequencePrefixes:
         if registration is None:
             chain = PrefixChain(context, self._block_size, features)
             registration = self._registrations[seq_id] = _Registration(chain, 0)
-        chain, count = registration.chain, registration.count
-        if num_full <= count:
-            return
-        chain.extend(token_ids, num_full)
-        for group in self._groups:
-            group.register(chain, seq_id, count, num_full, token_ids)
-        registration.count = num_full
+        chain, size = registration.chain, self._block_size
+        for index in range(registration.count, num_full):
+            content = chain.content(token_ids, index * size, index * size + size)
+            if index + 1 == len(chain.digests):
+                chain.add(token_ids, content)
+            for group in self._groups:
+                group.register(chain, seq_id, index, content)
+            registration.count = index + 1
 
     def num_registered(self, seq_id: int) -> int:
         """How many blocks of a sequence were offered; more than any has if none may be."""

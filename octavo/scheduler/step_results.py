@@ -32,7 +32,7 @@ class Results:
         self._register_filled(step)
         outputs = EngineCoreOutputs([msgspec.structs.replace(group.totals) for group in step.admitted])
         beams: dict[int, SequenceGroup] = {}
-        ended = self._append_sampled(result, outputs.sequences, beams)
+        ended = self._append_sampled(result, outputs, beams)
         if step.drafted:
             self._resolve_drafts(step)
         if self._drafting is not None:
@@ -74,13 +74,13 @@ class Results:
         return SequenceStatus.FINISHED_LENGTH, None
 
     def _append_sampled(
-        self, result: StepResult, updates: list[SequenceOutput], beams: dict[int, SequenceGroup]
+        self, result: StepResult, outputs: EngineCoreOutputs, beams: dict[int, SequenceGroup]
     ) -> list[Sequence]:
         """Appends sampled tokens; returns the sequences that finish, and adds groups of beams to ``beams``."""
         sequences, extras = self._queues.sequences, result.extras
         ended: list[Sequence] = []
         several = result.num_tokens or extras
-        for seq_id, new in _tokens_of(result) if several else self._append_one_each(result, updates):
+        for seq_id, new in _tokens_of(result) if several else self._append_one_each(result, outputs):
             seq = sequences.get(seq_id)
             if seq is None:  # aborted while the step ran
                 continue
@@ -90,7 +90,7 @@ class Results:
                     beams[group.group_id] = group
                 continue
             update = SequenceOutput(group.group_id, seq.index, new, extra)
-            updates.append(update)
+            outputs.sequences.append(update)
             if extra is not None and extra.error is not None:
                 new = update.token_ids = new[:-1]
                 seq.status = SequenceStatus.FINISHED_ERROR
@@ -100,9 +100,10 @@ class Results:
                 ended.append(seq)
         return ended
 
-    def _append_one_each(self, result: StepResult, updates: list[SequenceOutput]) -> list[tuple[int, list[int]]]:
+    def _append_one_each(self, result: StepResult, outputs: EngineCoreOutputs) -> list[tuple[int, list[int]]]:
         """Appends the token of each sequence that goes on after it: nearly all, nearly always. Returns the others."""
-        find, add, others = self._queues.sequences.get, updates.append, []
+        find, others = self._queues.sequences.get, []
+        add_group, add_index, add_token = outputs.group_ids.append, outputs.indexes.append, outputs.token_ids.append
         for seq_id, token in zip(result.seq_ids, result.token_ids, strict=True):
             seq = find(seq_id)
             if seq is None:
@@ -110,7 +111,9 @@ class Results:
             group, tokens = seq.group, seq.token_ids
             if group.beam is None and token not in seq.stop_token_ids and len(tokens) + 1 < seq.max_length:
                 tokens.append(token)
-                add(SequenceOutput(group.group_id, seq.index, [token]))
+                add_group(group.group_id)
+                add_index(seq.index)
+                add_token(token)
             else:
                 others.append((seq_id, [token]))
         return others

@@ -48,7 +48,7 @@ def pool(core: EngineCore, prompts: list[list[int]], neighbours: int = 0) -> lis
     ends: dict[int, str] = {}
     while core.scheduler.has_work:
         outputs = core.step()
-        for update in outputs.sequences:
+        for update in outputs.each_sequence():
             assert update.finish_reason != "error", update.extra
             if update.group_id < 100:
                 assert not update.token_ids and update.extra is not None and update.extra.pooled is not None

@@ -146,7 +146,7 @@ def test_a_step_that_fails_on_one_worker_ends_its_requests_and_the_engine_goes_o
     assert "a worker failed" in (ended[0].error or "")
     executor.workers[1].fails = False
     engine.scheduler.add(request(1))
-    tokens = [token for _ in range(3) for sequence in engine.step().sequences for token in sequence.token_ids]
+    tokens = [token for _ in range(3) for sequence in engine.step().each_sequence() for token in sequence.token_ids]
     assert tokens == [7, 7, 7] and not engine.scheduler.has_work
 
 

@@ -626,7 +626,7 @@ class Engine:
             if self.worker.broken is not None:
                 raise self.worker.broken
         updates = msgspec.msgpack.decode(msgspec.msgpack.encode(updates), type=EngineCoreOutputs)
-        for sequence in updates.sequences:
+        for sequence in updates.each_sequence():
             self._apply_sequence_output(sequence)
         for end in updates.groups:
             self._apply_group_output(end)

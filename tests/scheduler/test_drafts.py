@@ -336,7 +336,7 @@ def test_what_is_accepted_before_a_sequence_fails_is_part_of_its_answer(before: 
     tokens = [1, 2, 3][:before]
     extras = {seq_id: SequenceResult(error="no token")}
     result = StepResult(plan.step, [seq_id], [*tokens, 0], [before + 1], extras=extras)
-    (update,) = scheduler.update(plan, result).sequences
+    (update,) = scheduler.update(plan, result).each_sequence()
     assert update.token_ids == tokens and update.finish_reason == "error"
     assert update.extra is not None and update.extra.error == "no token"
     assert not scheduler.has_work and engine.blocks.state.used == 0

@@ -243,7 +243,7 @@ class SimulatedEngine:
         self._last_end = now
         ended = []
         steady = 0
-        for output in outputs.sequences:
+        for output in outputs.each_sequence():
             request = open_[output.group_id]
             request.before = last = request.last
             request.last = now

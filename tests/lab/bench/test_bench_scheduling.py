@@ -109,7 +109,7 @@ def test_the_stand_in_worker_samples_for_children_that_a_prompt_was_forked_into(
     tokens = [0, 0, 0]
     for _ in range(2):
         plan = scheduler.schedule()
-        for update in scheduler.update(plan, sampled(plan, scheduler)).sequences:
+        for update in scheduler.update(plan, sampled(plan, scheduler)).each_sequence():
             tokens[update.index] += 1
     assert tokens == [2, 2, 2]
     assert not scheduler.has_work
