@@ -110,11 +110,14 @@ class BlockPool:
         """Whether the prefix cache keeps its content, which must not change then."""
         return bool(self._kept[block])
 
-    def keep(self, block: int) -> None:
-        """Marks a used block as kept."""
+    def keep(self, block: int) -> bool:
+        """Marks a used block as kept; False if it is already."""
+        if self._kept[block]:
+            return False
         if self._references[block] == 0:
             raise ValueError(f"block {block} is not used and has no content to keep")
         self._kept[block] = True
+        return True
 
     def forget(self, block: int) -> None:
         """Ends ``keep``: a cached block becomes free now, a used one when its references are dropped."""

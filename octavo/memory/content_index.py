@@ -70,9 +70,8 @@ class ContentIndex:
         """Adds a used block, unless its digest or the block itself is in the index already."""
         pool, block, digest, parent = self._pool, entry.block, entry.digest, entry.parent
         by_digest = self._by_digest[digest[0]]
-        if digest in by_digest or pool.is_kept(block):
+        if digest in by_digest or not pool.keep(block):
             return
-        pool.keep(block)
         self._by_block[block - pool.first] = by_digest[digest] = entry
         newest_child = self._newest_child[parent[0]]
         newest = newest_child.get(parent)

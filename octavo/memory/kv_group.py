@@ -15,7 +15,7 @@ from octavo.memory.block_pool import BlockPool
 from octavo.memory.block_tables import NO_BLOCK, BlockTables, held_blocks, num_freed
 from octavo.memory.moves import PendingMoves
 from octavo.memory.prefix_cache import PrefixCache, first_block_read
-from octavo.memory.prefix_chain import Content, PrefixChain
+from octavo.memory.prefix_chain import PrefixChain
 
 _NO_BLOCKS: list[int] = []
 
@@ -276,12 +276,6 @@ class KVGroup:
         """Frees all blocks of a sequence, on the device or the host."""
         self.on_device.free(seq_id)
         self.on_host.free(seq_id)
-
-    def register(self, chain: PrefixChain, seq_id: int, index: int, content: Content) -> None:
-        """Adds block ``index`` of a sequence to the prefix cache, unless it is freed already."""
-        block = self.tables[seq_id][index]
-        if block != NO_BLOCK:
-            self.cache.add(chain, index, block, content)
 
     def can_pin(self, chain: PrefixChain, seq_id: int, num_tokens: int) -> bool:
         """Whether the sequence still has the blocks that ``pin`` pins, or the prefix cache those outside its window."""

@@ -86,7 +86,7 @@ class PrefixChain:
         """
         tokens = token_ids[start:stop]
         if not self.features:
-            return _packed(tokens)
+            return _packer(len(tokens))(*tokens)
         content: list[object] = list(tokens)
         for feature in self._overlapping(start, stop):
             for position in range(max(start, feature.offset), min(stop, feature.end)):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from octavo.memory.block_tables import NO_BLOCK
 from octavo.memory.kv_group import KVGroup
 from octavo.memory.prefix_cache import NO_REFERENCES, PrefixMatch, check_room, find_match
 from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
@@ -108,7 +109,9 @@ class SequencePrefixes:
             if index + 1 == len(chain.digests):
                 chain.add(token_ids, content)
             for group in self._groups:
-                group.register(chain, seq_id, index, content)
+                block = group.tables[seq_id][index]
+                if block != NO_BLOCK:  # else it is freed already
+                    group.cache.add(chain, index, block, content)
             registration.count = index + 1
 
     def num_registered(self, seq_id: int) -> int:

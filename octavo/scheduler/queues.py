@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from typing import Any
 
 from octavo.core.config import SchedulerOptions
@@ -53,6 +54,8 @@ class Queues:
         self.running: list[SequenceGroup] = []
         self.prefilling: list[SequenceGroup] = []
         self.num_running_seqs = 0
+        #: No running group that is not urgent arrived before; it may have ended since.
+        self._earliest_running = math.inf
         #: Unfinished groups whose sequences may have drafts.
         self.num_drafted_groups = 0
         self.groups: dict[int, SequenceGroup] = {}
@@ -156,13 +159,21 @@ class Queues:
         changed = self.policy.dynamic
         if changed:
             self.policy.on_step(now, self.running)
-        if self._aging_limit is not None and not self._by_arrival:
-            for group in self.running:
-                if not group.urgent and self.has_aged(group, now):
-                    group.urgent = changed = True
+        limit = self._aging_limit
+        if limit is not None and not self._by_arrival and now - self._earliest_running > limit:
+            changed = self._find_aged(now) or changed
         if changed:
             self.running.sort(key=self.order)
             self.prefilling.sort(key=self.order)
+
+    def _find_aged(self, now: float) -> bool:
+        """Marks the running groups that have become urgent; whether there are any."""
+        others = [group for group in self.running if not group.urgent]
+        aged = [group for group in others if self.has_aged(group, now)]
+        for group in aged:
+            group.urgent = True
+        self._earliest_running = min((g.request.arrival_time for g in others if not g.urgent), default=math.inf)
+        return bool(aged)
 
     def has_aged(self, group: SequenceGroup, now: float) -> bool:
         """Whether a group arrived so long ago that no later arrival may go before it."""
@@ -179,6 +190,7 @@ class Queues:
         group.chain = None  # when it resumes, its first sequence may be another one, and longer
         self.policy.on_admit(group)
         self.num_running_seqs += group.num_seqs
+        self._earliest_running = min(self._earliest_running, group.request.arrival_time)
         self._insert(self.running, group)
         if group.prefilling:
             self._insert(self.prefilling, group)

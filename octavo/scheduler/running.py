@@ -49,7 +49,7 @@ class Running:
                 decodes.append(seq)
                 continue
             elif seq.is_ending or group.awaits_result or len(decodes) >= most_decodes:
-                continue  # the rest is for the steps of the other stages
+                continue  # in the last case it is for the steps of the other stages
             else:
                 work = self._decode(group, step)
                 if work[0][1] == 1 and len(together) + len(work) <= available:
@@ -76,12 +76,13 @@ class Running:
 
     def _decode(self, group: SequenceGroup, step: Step) -> Chunks:
         """The next token of each sequence of a group, and what a grammar has forced behind it."""
-        seq = group.seqs[0]
-        forced = min(step.forced_budget, len(seq.token_ids) - seq.num_computed - 1)
-        if forced > 0:
-            forced = min(forced, self._queues.blocks.max_chunk - 1)
-            step.forced_budget -= forced
-            return [(seq, 1 + forced)]
+        if step.forced_budget:
+            seq = group.seqs[0]
+            forced = min(step.forced_budget, len(seq.token_ids) - seq.num_computed - 1)
+            if forced > 0:
+                forced = min(forced, self._queues.blocks.max_chunk - 1)
+                step.forced_budget -= forced
+                return [(seq, 1 + forced)]
         # Drafts make sequences of a group differ in length.
         return [(s, 1) for s in group.seqs if not s.is_ending]
 
