@@ -126,6 +126,8 @@ class Running:
 
         What was preempted meanwhile computes its tokens as a prompt.
         """
+        if not self._queues.unsent_tokens:
+            return
         decoding = (s for s, _ in self._queues.unsent_tokens if s.status is SequenceStatus.RUNNING)
         forced = sum(len(s.token_ids) - s.num_computed - 1 for s in decoding if not s.group.prefilling)
         step.forced_budget = max(0, min(forced, step.budget))
