@@ -4,8 +4,8 @@
     python scripts/answer_digests.py record         # adds or replaces those of this machine's instruction set
 
 A digest covers the tokens, logprobs (every bit), ranks, finish reasons and scores of one request. Outputs of one kind
-(types of weights and cache) must also agree between all schedules. Digests are specific to an instruction set;
-``OCTAVO_CPU_ISA`` selects another one than the machine's best.
+(types of weights and cache) must also agree between all schedules. Digests are specific to an instruction set of
+floats, and the same with every one of integers; ``OCTAVO_CPU_ISA`` selects others than the machine's best.
 """
 
 from __future__ import annotations
@@ -126,9 +126,11 @@ def main() -> int:
     for kind in arguments.kinds.split(","):
         found = {way: run(kind, way) for way in SCHEDULES}
         first = found["one batch"]
-        wanted = recorded.get(cpu.isa(), {})  # the instruction set is chosen when a model is loaded
+        wanted = recorded.get(cpu.float_isa(), {})  # the instruction set is chosen when a model is loaded
         if arguments.what == "compare" and kind not in wanted:
-            print(f"nothing is recorded for {kind} on {cpu.isa()}; recorded: {', '.join(recorded)}", file=sys.stderr)
+            print(
+                f"nothing is recorded for {kind} on {cpu.float_isa()}; recorded: {', '.join(recorded)}", file=sys.stderr
+            )
             return 2
         for way, digests in found.items():
             differing = [i for i, (one, other) in enumerate(zip(digests, first, strict=True)) if one != other]
@@ -139,8 +141,8 @@ def main() -> int:
             verdict = "same"
             if differing or changed:
                 verdict = f"requests {differing} differ from one batch, {changed} from the record"
-            print(f"{cpu.isa():12} {kind:12} {way:22} {len(digests)} requests: {verdict}", flush=True)
-        recorded.setdefault(cpu.isa(), {})[kind] = first
+            print(f"{cpu.isa():23} {kind:12} {way:22} {len(digests)} requests: {verdict}", flush=True)
+        recorded.setdefault(cpu.float_isa(), {})[kind] = first
     if arguments.what == "record" and not failed:
         FILE.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
     return int(bool(failed))

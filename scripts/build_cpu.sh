@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the CPU kernels, octavo/_cpu, in place: scripts/build_cpu.sh [cmake options]
-# For the best instruction set of this processor and for generic, or with OCTAVO_ALL_ISAS=1 for all that there are.
+# For the best instruction sets of this processor, of floats and of integers, and for generic, or with OCTAVO_ALL_ISAS=1
+# for all that there are.
 # What was built is kept in build/, so that only what has changed is compiled, and nothing if nothing has. Without a
 # C++ compiler or Python's headers nothing is built: that is said, and no error, as the reference backend serves then.
 # PYTHON: the Python to build for, which has cmake, ninja and nanobind. CXX: the compiler (CXX=none: do without).
@@ -44,17 +45,19 @@ fi
 mkdir -p "$dir"
 
 # All where the best cannot be told: the compiler is one for another machine.
-isas=
+best=
 if [ "${OCTAVO_ALL_ISAS:-0}" = 0 ]; then
   # shellcheck disable=SC2086
-  isas=$({ $CXX -std=c++17 -O1 -o "$dir/best_isa" csrc/cpu/best_isa.cpp && "$dir/best_isa"; } 2>/dev/null) || isas=
+  best=$({ $CXX -std=c++17 -O1 -o "$dir/best_isa" csrc/cpu/best_isa.cpp && "$dir/best_isa"; } 2>/dev/null) || best=
 fi
-case $isas in
+read -r floats integers <<<"$best"
+case $best in
   "") sets="all instruction sets" ;;
-  generic) sets=generic ;;
-  *) sets="$isas and generic" ;;
+  "generic generic") sets=generic ;;
+  *) sets="$floats (floats), $integers (integers) and generic" ;;
 esac
-said=$(cmake -S . -B "$dir" -G Ninja -DPython_EXECUTABLE="$python" -DOCTAVO_INSTRUCTION_SETS="$isas" \
+said=$(cmake -S . -B "$dir" -G Ninja -DPython_EXECUTABLE="$python" -DOCTAVO_FLOAT_SETS="$floats" \
+  -DOCTAVO_INTEGER_SETS="$integers" \
   -DCMAKE_MAKE_PROGRAM="$(command -v ninja)" "$@" 2>&1) || { echo "$said" >&2; exit 1; }
 steps=$(ninja -C "$dir" -n | grep -c '^\[') || true
 if [ "$steps" != 0 ]; then

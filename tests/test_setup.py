@@ -16,14 +16,14 @@ from tests.test_package import ROOT, script
 
 #: Programs in place of the real ones: each writes down that it was called.
 FAKES = {
-    "cmake": 'echo "cmake ${8#*=}" >> "$CALLS"; mkdir -p "$4"',
+    "cmake": 'sets="${8#*=} ${9#*=}"; echo "cmake ${sets% }" >> "$CALLS"; mkdir -p "$4"',
     "ninja": 'module=$2/_cpu.so; [ ! -e "$module" ] || exit 0; '
     '[ "${3:-}" = -n ] && echo "[1/1] module" || { echo ninja >> "$CALLS"; echo built > "$module"; }',
     "python": 'case "$2" in *include*) echo "${0%/*}" ;; *) echo cpython-0 ;; esac',
 }
-#: A compiler; the program that it makes says what the processor's best instruction set is.
+#: A compiler; the program that it makes says what the processor's best instruction sets are.
 COMPILER = """[ "$3" = -o ] || exit 0
-echo "#!$BASH" > "$4"; echo "echo avx512" >> "$4"; chmod +x "$4\""""
+echo "#!$BASH" > "$4"; echo "echo avx512 avx512_vnni" >> "$4"; chmod +x "$4\""""
 
 
 @pytest.fixture
@@ -86,8 +86,9 @@ def test_the_kernels_are_compiled_once_and_as_soon_as_there_is_a_compiler(checko
 def test_the_kernels_are_compiled_for_the_instruction_sets_of_this_processor(checkout: Path) -> None:
     add_program(checkout, "c++", COMPILER)
     said, calls = build(checkout)
-    assert calls == ["cmake avx512", "ninja"] and "for avx512 and generic" in said
-    assert build(checkout)[1] == ["cmake avx512"]
+    assert calls == ["cmake avx512 avx512_vnni", "ninja"]
+    assert "for avx512 (floats), avx512_vnni (integers) and generic" in said
+    assert build(checkout)[1] == ["cmake avx512 avx512_vnni"]
     assert build(checkout, OCTAVO_ALL_ISAS="1")[1] == ["cmake "]
     add_program(checkout, "c++", COMPILER.replace("#!$BASH", "#!/no/such/processor"))
     assert build(checkout)[1] == ["cmake "], "all, as a compiler for other machines says nothing of this one"

@@ -264,7 +264,7 @@ class Tile {
     float* sums = states + query * group_ * layout_.stride;
     int64_t token = tokens.begin;
     const auto add_one = [&] {
-#if defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_BF16)
       if constexpr (by_pairs)
         return add_token_of_pair(weights, kPiece, queries * group_, values, token++, padded_, layout_.width, sums,
                                  layout_.stride);
@@ -320,7 +320,7 @@ class Tile {
 // Calls f with a null pointer to the class that computes such items.
 template <typename F>
 void with_tile(const Attention& a, const F& f) {
-#if defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_BF16)
   if (a.dtype == Dtype::bf16 && a.shape.dtype == Dtype::bf16) return f(static_cast<Tile<uint16_t, true>*>(nullptr));
   if (a.dtype == Dtype::bf16 && a.shape.dtype == Dtype::i8) return f(static_cast<Tile<int8_t, true>*>(nullptr));
 #endif

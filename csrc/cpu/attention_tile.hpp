@@ -33,10 +33,10 @@ struct Pairs {
   }
   static OCTAVO_INLINE F32 widen_plane(const float* p) { return load(p); }
   static OCTAVO_INLINE F32 widen_plane(const int8_t* p) {  // GCC 12 makes many small steps of a conversion
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_AVX512)
     const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return __builtin_convertvector((I32)_mm512_maskz_cvtepi8_epi32(0xffff, narrow), F32);
-#elif defined(OCTAVO_ISA_avx2)
+#elif defined(OCTAVO_AVX2)
     const __m128i narrow = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
     return (F32)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(narrow));
 #else
@@ -107,7 +107,7 @@ OCTAVO_INLINE void add_pair(F32 (&sums)[kRows][kColumns], int column, const T* p
   }
 }
 
-#if defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_BF16)
 // The same with words of the rows: of the first panel and the second, if there is one.
 template <typename T, int kRows, int kPanels>
 OCTAVO_INLINE void add_words(F32 (&sums)[kRows][kPanels], const T* first, const T* second, int64_t pair_stride,
@@ -123,7 +123,7 @@ OCTAVO_INLINE void add_words(F32 (&sums)[kRows][kPanels], const T* first, const 
 }
 #endif
 
-#if defined(OCTAVO_ISA_avx2)
+#if defined(OCTAVO_AVX2)
 // As add_pair for three rows, in assembly with fixed registers: GCC runs out of registers, reloads the mask each time and
 // moves sums. The compiler does not know which memory is read, but none is written meanwhile.
 OCTAVO_INLINE void add_pair_to_three(F32& a0, F32& a1, F32& b0, F32& b1, F32& c0, F32& c1, const uint16_t* pair,
@@ -168,7 +168,7 @@ __attribute__((noinline)) void multiply_tile(const Product<T>& p) {
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
     for (int c = 0; c < kColumns; ++c) sums[r][c] = load(p.start + r * p.start_stride + c * kLanes);
-#if defined(OCTAVO_ISA_avx2)
+#if defined(OCTAVO_AVX2)
   [[maybe_unused]] const F32 mask = load_as<F32>(kOddMask);
 #endif
   const float* rows = p.rows;
@@ -181,14 +181,14 @@ __attribute__((noinline)) void multiply_tile(const Product<T>& p) {
     do {
       Pairs<T>::prefetch(ahead, pair_stride);
       if (kPanels > 1) Pairs<T>::prefetch(second_ahead, pair_stride);
-#if defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_BF16)
       if constexpr (operand != Operand::floats) add_words(sums, first, second, pair_stride, rows, row_stride);
 #endif
 #pragma GCC unroll 2
       for (int i = 0; operand == Operand::floats && i < kPanels; ++i) {
         const T* pair = i ? second : first;
         const int c = i * kVectors;
-#if defined(OCTAVO_ISA_avx2)
+#if defined(OCTAVO_AVX2)
         if constexpr (std::is_same_v<T, uint16_t> && kRows == 3) {
           add_pair_to_three(sums[0][c], sums[0][c + 1], sums[1][c], sums[1][c + 1], sums[2][c], sums[2][c + 1], pair,
                             rows, 4 * row_stride, mask);
@@ -276,7 +276,7 @@ void add_token(const float* weights, int64_t weight_stride, int64_t rows, const 
   }
 }
 
-#if defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_BF16)
 // The same with words of the weights of the panel's tokens. The other token of the pair counts as zero, weight and value:
 // what is in its slot may be anything.
 template <typename T>

@@ -1,5 +1,6 @@
-// The AVX-512 instructions that the kernels use, for processors that have AVX2 only: for tests. Kernel files compiled
-// with OCTAVO_EMULATED, and without -mavx512..., are those of an AVX-512 instruction set in all but speed.
+// The AVX-512 and AVX-VNNI instructions that the kernels use, for processors that have AVX2 only: for tests. Kernel files
+// compiled with OCTAVO_EMULATED, and without -mavx512... and -mavxvnni, are those of such an instruction set in all but
+// speed.
 //
 // Each function does what Intel's manual says of its instruction. One that is missing here does not compile ("target
 // specific option mismatch").
@@ -16,6 +17,8 @@ typedef uint16_t U16x16 __attribute__((vector_size(32), may_alias));
 typedef uint8_t U8x16 __attribute__((vector_size(16), may_alias));
 typedef int8_t I8x16 __attribute__((vector_size(16), may_alias));
 typedef int32_t I32x16 __attribute__((vector_size(64), may_alias));
+typedef uint32_t U32x8 __attribute__((vector_size(32), may_alias));
+typedef int32_t I32x8 __attribute__((vector_size(32), may_alias));
 
 // Not inlined: the kernels unroll their loops many times, which would take long to compile.
 #define OCTAVO_EMULATED_CALL __attribute__((noinline, unused)) static
@@ -141,14 +144,16 @@ inline __m256bh maskz_cvtneps_pbh(__mmask16 mask, __m512 a) {
   return (__m256bh)out;
 }
 // Four products of an unsigned byte of a and a signed byte of b are added to each sum, which wraps around.
+template <typename Unsigned, typename Signed>
+inline Unsigned add_quads_of_bytes(Unsigned sum, Unsigned a, Unsigned b) {
+  for (int byte = 0; byte < 4; ++byte) sum += (a >> (8 * byte) & 0xff) * (Unsigned)((Signed)(b << (24 - 8 * byte)) >> 24);
+  return sum;
+}
 OCTAVO_EMULATED_CALL __m512i dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
-  U32x16 out = (U32x16)sum;
-  for (int byte = 0; byte < 4; ++byte) {
-    const U32x16 x = (U32x16)a >> (8 * byte) & 0xff;
-    const I32x16 y = (I32x16)((U32x16)b << (24 - 8 * byte)) >> 24;
-    out += x * (U32x16)y;
-  }
-  return (__m512i)out;
+  return (__m512i)add_quads_of_bytes<U32x16, I32x16>((U32x16)sum, (U32x16)a, (U32x16)b);
+}
+OCTAVO_EMULATED_CALL __m256i dpbusd_avx_epi32(__m256i sum, __m256i a, __m256i b) {
+  return (__m256i)add_quads_of_bytes<U32x8, I32x8>((U32x8)sum, (U32x8)a, (U32x8)b);
 }
 
 }  // namespace octavo::emulated
@@ -173,3 +178,4 @@ OCTAVO_EMULATED_CALL __m512i dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
 #define _mm512_dpbf16_ps octavo::emulated::dpbf16_ps
 #define _mm512_maskz_cvtneps_pbh octavo::emulated::maskz_cvtneps_pbh
 #define _mm512_dpbusd_epi32 octavo::emulated::dpbusd_epi32
+#define _mm256_dpbusd_avx_epi32 octavo::emulated::dpbusd_avx_epi32

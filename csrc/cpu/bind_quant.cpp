@@ -121,7 +121,7 @@ class LinearQuant : public Op {
 
   bool any_part_wants(bool wide) const {
     return std::any_of(parts_.begin(), parts_.end(), [&](const auto& part) {
-      return isa().quant->wants_wide(layout_of(part->format).bits) == wide;
+      return integer_isa().quant->wants_wide(layout_of(part->format).bits) == wide;
     });
   }
 
@@ -132,7 +132,7 @@ class LinearQuant : public Op {
   }
 
   void run_rows(int64_t first, const QuantRows& quantized) const {
-    const QuantTable& table = *isa().quant;
+    const QuantTable& table = *integer_isa().quant;
     const int64_t k = parts_[0]->k;
     for_row_ranges(quantized.count, kWorkOfValue * k, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
@@ -147,7 +147,7 @@ class LinearQuant : public Op {
   }
 
   int64_t panels_of_task(int64_t rows) const {
-    const int64_t at_once = isa().quant->panels_at_once(rows);
+    const int64_t at_once = integer_isa().quant->panels_at_once(rows);
     const int64_t wanted = std::clamp(tasks_ / (8 * ThreadPool::instance().size()), int64_t{1}, int64_t{16});
     return (wanted + at_once - 1) / at_once * at_once;
   }
@@ -161,7 +161,7 @@ class LinearQuant : public Op {
       run_gated(own, own_end, first, quantized, out);
     } else {
       out.activation = activation_;
-      isa().quant->panels(*parts_[part], own, own_end, quantized, out);
+      integer_isa().quant->panels(*parts_[part], own, own_end, quantized, out, *isa().quant_results);
     }
     return first_panel_[part] + own_end;
   }
@@ -183,7 +183,7 @@ class LinearQuant : public Op {
     out.data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(sums) - begin * kPanel * sizeof(float));
     out.stride = kSumsStride;
     out.dtype = Dtype::f32;
-    isa().quant->panels(*parts_[part], begin, end, quantized, out);
+    integer_isa().quant->panels(*parts_[part], begin, end, quantized, out, *isa().quant_results);
   }
 
   static QuantOutput at_row(QuantOutput out, int64_t row) {
@@ -222,7 +222,7 @@ void quantize_rows(uintptr_t weight, int64_t n, int64_t k, int64_t row_stride, D
   const int64_t row_bytes = row_stride * (dtype == Dtype::f32 ? 4 : 2);
   const int64_t scale_bytes = group == 0 ? 4 : k / group * 2;
   parallel_for(n, [&](int64_t row) {
-    isa().quant->encode(reinterpret_cast<const char*>(weight) + row * row_bytes, dtype, k, group, bits,
+    integer_isa().quant->encode(reinterpret_cast<const char*>(weight) + row * row_bytes, dtype, k, group, bits,
                         reinterpret_cast<uint8_t*>(codes) + row * k,
                         reinterpret_cast<char*>(scales) + row * scale_bytes);
   });

@@ -70,7 +70,7 @@ class QuantizedExpert : public ExpertMatrix {
         parts_(std::move(parts)) {}
 
   int64_t units_at_once(int64_t rows) const override {
-    const int64_t least = isa().quant->panels_at_once(rows);
+    const int64_t least = integer_isa().quant->panels_at_once(rows);
     return ((gated() ? 4 : 8) + least - 1) / least * least;
   }
   size_t bytes_of_rows(int64_t rows) const override {
@@ -79,13 +79,13 @@ class QuantizedExpert : public ExpertMatrix {
            round_up(groups * sizeof(QuantGroup));
   }
   void prepare(const void* x, Dtype dtype, void* memory, int64_t rows, int64_t row) const override {
-    isa().quant->quantize(x, dtype, inputs(), rows_in(memory, rows), row);
+    integer_isa().quant->quantize(x, dtype, inputs(), rows_in(memory, rows), row);
   }
   void multiply(const void* memory, int64_t rows, int64_t begin, int64_t end, const ExpertOutput& out,
                 const void*) const override {
     const QuantRows quantized = rows_in(const_cast<void*>(memory), rows);
     if (!gated()) return multiply_part(0, begin, end, quantized, out.data, out.stride, out.dtype);
-    const int64_t at_once = isa().quant->panels_at_once(rows);
+    const int64_t at_once = integer_isa().quant->panels_at_once(rows);
     for (int64_t panel = begin; panel < end; panel += at_once) {
       const int64_t last = std::min(end, panel + at_once);
       constexpr int64_t stride = 2 * kMostPanels * kPanel;
@@ -104,11 +104,11 @@ class QuantizedExpert : public ExpertMatrix {
   void multiply_part(size_t part, int64_t begin, int64_t end, const QuantRows& rows, void* to, int64_t stride,
                      Dtype dtype) const {
     const QuantOutput output{before(to, begin * kPanel, bytes_of(dtype)), stride, dtype, nullptr, nullptr, 0};
-    isa().quant->panels(*parts_[part], begin, end, rows, output);
+    integer_isa().quant->panels(*parts_[part], begin, end, rows, output, *isa().quant_results);
   }
   bool wants(bool wide) const {
     return std::any_of(parts_.begin(), parts_.end(), [&](const auto& part) {
-      return isa().quant->wants_wide(layout_of(part->format).bits) == wide;
+      return integer_isa().quant->wants_wide(layout_of(part->format).bits) == wide;
     });
   }
   QuantRows rows_in(void* memory, int64_t rows) const {

@@ -53,7 +53,7 @@ OCTAVO_INLINE int store_gated_pairs([[maybe_unused]] T* out, [[maybe_unused]] in
                                     [[maybe_unused]] const float* sums, [[maybe_unused]] int64_t sums_stride,
                                     [[maybe_unused]] int rows, [[maybe_unused]] const F& f) {
   int r = 0;
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_AVX512)
   for (; r + 2 <= rows; r += 2, out += 2 * out_stride, sums += 2 * sums_stride) {
     const F32 first = load(sums), second = load(sums + sums_stride);
     store_halves(out, out + out_stride, f(low_halves(first, second)) * high_halves(first, second));
@@ -78,7 +78,7 @@ void finish_rows(const Product& p, int64_t row, int rows, int64_t group, float* 
 
 // Adds 8 columns of the gate's and 8 of up's to the sums of a gated group. By whole vectors: they are read as such next.
 OCTAVO_INLINE void add_gated_row(float* sums, const float* gate, const float* up) {
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_AVX512)
   store(sums, load(sums) + load_halves(gate, up));
 #else
 #pragma GCC unroll 4
@@ -283,8 +283,8 @@ static void prepare(const void* x, Dtype dtype, int64_t x_stride, int64_t k, Dty
 }
 
 const GemmTable* gemm_table() {
-  static const GemmTable table{kMultipliesPairs, prepare,         groups_at_once, multiply, read_once,
-                               multiply_add_rounds, bf16_dot_rounds, int8_dot_rounds};
+  static const GemmTable table{kMultipliesPairs, prepare,   groups_at_once,      multiply,
+                               read_once,        multiply_add_rounds, bf16_dot_rounds};
   return &table;
 }
 

@@ -65,9 +65,8 @@ struct GemmTable {
   // returns how many floating-point operations a round is. What they compute goes to *sink.
   void (*read)(const void* data, int64_t bytes, float* sink);
   int64_t (*multiply_add)(int64_t rounds, float* sink);
-  // As multiply_add, of dot products of bfloat16 pairs and of 8-bit quads; 0 where no instruction does them.
+  // As multiply_add, of dot products of bfloat16 pairs; 0 where no instruction does them.
   int64_t (*bf16_dot)(int64_t rounds, float* sink);
-  int64_t (*int8_dot)(int64_t rounds, float* sink);
 };
 
 }  // namespace octavo

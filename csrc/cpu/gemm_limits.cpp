@@ -1,5 +1,6 @@
 #include "gemm_limits.hpp"
 
+#include "dot_rounds.hpp"
 #include "vec.hpp"
 
 namespace octavo::OCTAVO_ISA {
@@ -37,46 +38,13 @@ int64_t multiply_add_rounds(int64_t rounds, float* sink) {
   return int64_t{2} * kChains * kLanes;
 }
 
-#if defined(OCTAVO_ISA_avx512_bf16)
-
-namespace {
-
-// Two start in a cycle and take up to 6: twelve chains are the least. These leave room for a slower next processor.
-constexpr int kDotChains = 24;
-
-template <class Vector, class Dot>
-void run_dots(int64_t rounds, float* sink, Dot dot) {
-  Vector sums[kDotChains];  // different, or one chain would do for all
-#pragma GCC unroll 24
-  for (int i = 0; i < kDotChains; ++i) sums[i] = (Vector)splat(static_cast<float>(i + 1));
-  const U32 factor = (U32)load(sink);
-  for (int64_t round = 0; round < rounds; ++round) {
-#pragma GCC unroll 24
-    for (int i = 0; i < kDotChains; ++i) dot(sums[i], factor);
-  }
-#pragma GCC unroll 24
-  for (int i = 0; i < kDotChains; ++i) store(sink, (F32)((U32)load(sink) | (U32)sums[i]));
-}
-
-}  // namespace
-
-int64_t bf16_dot_rounds(int64_t rounds, float* sink) {
+int64_t bf16_dot_rounds([[maybe_unused]] int64_t rounds, [[maybe_unused]] float* sink) {
+#if defined(OCTAVO_BF16)
   run_dots<F32>(rounds, sink, [](F32& sum, U32 x) { add_pair_products(sum, x, x); });
   return int64_t{4} * kDotChains * kLanes;
-}
-
-int64_t int8_dot_rounds(int64_t rounds, float* sink) {
-  run_dots<I32>(rounds, sink, [](I32& sum, U32 x) {
-    sum = (I32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)x);
-  });
-  return int64_t{8} * kDotChains * kLanes;
-}
-
 #else
-
-int64_t bf16_dot_rounds(int64_t, float*) { return 0; }
-int64_t int8_dot_rounds(int64_t, float*) { return 0; }
-
+  return 0;
 #endif
+}
 
 }  // namespace octavo::OCTAVO_ISA

@@ -15,7 +15,7 @@ namespace {
 constexpr int kVectors = kGroup / kLanes;  // of a group
 
 // Whether bfloat16 is multiplied as it is: x is then rows of bfloat16 for such weights, otherwise of float32.
-#if defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_BF16)
 constexpr bool kMultipliesPairs = true;
 #else
 constexpr bool kMultipliesPairs = false;
@@ -25,10 +25,10 @@ constexpr bool kMultipliesPairs = false;
 // most of the registers: of 16, 12 hold those of 6 rows x 2 vectors or 3 x 4; of 32, 24 hold those of 8 x 3. A
 // multiply-add takes 4 cycles, that of pairs 6, and one or two start in each, so that a tile wants 8 sums or more; and
 // few rows, which wait for memory, want several streams of weights.
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_AVX512)
 constexpr int kMaxRows = 8;
 constexpr int most_groups(int rows) { return rows == 1 ? 8 : rows == 2 ? 6 : rows <= 4 ? 4 : 3; }
-#elif defined(OCTAVO_ISA_avx2)
+#elif defined(OCTAVO_AVX2)
 constexpr int kMaxRows = 6;
 constexpr int most_groups(int rows) { return rows <= 2 ? 2 : 1; }
 #else
@@ -103,7 +103,7 @@ OCTAVO_INLINE void accumulate_bf16(Tile& tile, F32 (&sums)[R][G * kVectors]) {
   tile.x = x;
 }
 
-#if defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_BF16)
 template <int R, int G, int Cache>
 OCTAVO_INLINE void accumulate_pairs(Tile& tile, F32 (&sums)[R][G]) {
   const char* line = static_cast<const char*>(tile.weights);
@@ -172,7 +172,7 @@ void run_tile(const Tile& tile, float* out) {
     if constexpr (dtype == Dtype::f32)
       accumulate_f32<R, G, Cache>(rest, sums);
     else
-#if defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_BF16)
       accumulate_pairs<R, G, Cache>(rest, sums);
 #else
       accumulate_bf16<R, G, Cache>(rest, sums);

@@ -2,94 +2,189 @@
 
 #include <algorithm>
 #include <stdexcept>
-
-#include "processor_isas.hpp"
+#include <utility>
 
 namespace octavo {
 
-#define OCTAVO_DECLARE(name)                        \
+#define OCTAVO_DECLARE_FLOATS(name)                 \
   namespace name {                                  \
   const GemmTable* gemm_table();                    \
   const PointwiseTable* pointwise_table();          \
   const AttentionTable* attention_table();          \
-  const QuantTable* quant_table();                  \
+  const QuantResults* quant_results();              \
   const SamplingTable* sampling_table();            \
   const MoeTable* moe_table();                      \
   const LoraTable* lora_table();                    \
   }
-#define OCTAVO_ROW(name) \
-  Isa {                                                                                                   \
-    #name, name::gemm_table(), name::pointwise_table(), name::attention_table(), name::quant_table(),     \
-        name::sampling_table(), name::moe_table(), name::lora_table()                                     \
+#define OCTAVO_DECLARE_INTEGERS(name) \
+  namespace name {                    \
+  const QuantTable* quant_table();    \
   }
+// Tables are asked for only where the processor runs the set: the functions that give them may use its instructions too.
+#define OCTAVO_FLOATS(name)                                                                                           \
+  Built<FloatIsa> {                                                                                                   \
+    #name, [] {                                                                                                       \
+      return FloatIsa{#name,                 name::gemm_table(),     name::pointwise_table(), name::attention_table(), \
+                      name::quant_results(), name::sampling_table(), name::moe_table(),       name::lora_table()};    \
+    }                                                                                                                 \
+  }
+#define OCTAVO_INTEGERS(name) \
+  Built<IntegerIsa> { #name, [] { return IntegerIsa{#name, name::quant_table()}; } }
 
-OCTAVO_DECLARE(generic)
-#ifdef OCTAVO_HAS_avx2
-OCTAVO_DECLARE(avx2)
+OCTAVO_DECLARE_FLOATS(generic)
+OCTAVO_DECLARE_INTEGERS(generic)
+#ifdef OCTAVO_HAS_FLOAT_avx2
+OCTAVO_DECLARE_FLOATS(avx2)
 #endif
-#ifdef OCTAVO_HAS_avx512
-OCTAVO_DECLARE(avx512)
+#ifdef OCTAVO_HAS_FLOAT_avx512
+OCTAVO_DECLARE_FLOATS(avx512)
 #endif
-#ifdef OCTAVO_HAS_avx512_bf16
-OCTAVO_DECLARE(avx512_bf16)
+#ifdef OCTAVO_HAS_FLOAT_avx512_bf16
+OCTAVO_DECLARE_FLOATS(avx512_bf16)
+#endif
+#ifdef OCTAVO_HAS_INTEGER_avx2
+OCTAVO_DECLARE_INTEGERS(avx2)
+#endif
+#ifdef OCTAVO_HAS_INTEGER_avx512
+OCTAVO_DECLARE_INTEGERS(avx512)
+#endif
+#ifdef OCTAVO_HAS_INTEGER_avx_vnni
+OCTAVO_DECLARE_INTEGERS(avx_vnni)
+#endif
+#ifdef OCTAVO_HAS_INTEGER_avx512_vnni
+OCTAVO_DECLARE_INTEGERS(avx512_vnni)
 #endif
 
-const std::vector<Isa>& available_isas() {
-  static const std::vector<Isa> found = [] {
-    std::vector<Isa> isas;
-    for (const std::string& name : processor_isas()) {
-      // Only then: the functions that give the tables may use its instructions too.
-#ifdef OCTAVO_HAS_avx512_bf16
-      if (name == "avx512_bf16") isas.push_back(OCTAVO_ROW(avx512_bf16));
+namespace {
+
+using Names = std::vector<std::string>;
+
+const IsaNames kKnown{{"avx512_bf16", "avx512", "avx2", "generic"}, {"avx512_vnni", "avx_vnni", "avx512", "avx2", "generic"}};
+
+template <class Isa>
+struct Built {
+  const char* name;
+  Isa (*tables)();
+};
+
+const std::vector<Built<FloatIsa>>& built_floats() {
+  static const std::vector<Built<FloatIsa>> built{
+#ifdef OCTAVO_HAS_FLOAT_avx512_bf16
+      OCTAVO_FLOATS(avx512_bf16),
 #endif
-#ifdef OCTAVO_HAS_avx512
-      if (name == "avx512") isas.push_back(OCTAVO_ROW(avx512));
+#ifdef OCTAVO_HAS_FLOAT_avx512
+      OCTAVO_FLOATS(avx512),
 #endif
-#ifdef OCTAVO_HAS_avx2
-      if (name == "avx2") isas.push_back(OCTAVO_ROW(avx2));
+#ifdef OCTAVO_HAS_FLOAT_avx2
+      OCTAVO_FLOATS(avx2),
 #endif
-      if (name == "generic") isas.push_back(OCTAVO_ROW(generic));
-    }
-    return isas;
-  }();
+      OCTAVO_FLOATS(generic)};
+  return built;
+}
+
+const std::vector<Built<IntegerIsa>>& built_integers() {
+  static const std::vector<Built<IntegerIsa>> built{
+#ifdef OCTAVO_HAS_INTEGER_avx512_vnni
+      OCTAVO_INTEGERS(avx512_vnni),
+#endif
+#ifdef OCTAVO_HAS_INTEGER_avx_vnni
+      OCTAVO_INTEGERS(avx_vnni),
+#endif
+#ifdef OCTAVO_HAS_INTEGER_avx512
+      OCTAVO_INTEGERS(avx512),
+#endif
+#ifdef OCTAVO_HAS_INTEGER_avx2
+      OCTAVO_INTEGERS(avx2),
+#endif
+      OCTAVO_INTEGERS(generic)};
+  return built;
+}
+
+bool has(const Names& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+template <class Isa>
+Names names_of(const std::vector<Built<Isa>>& isas) {
+  Names names;
+  for (const auto& isa : isas) names.push_back(isa.name);
+  return names;
+}
+
+Names common(const Names& names, const Names& others) {
+  Names found;
+  for (const std::string& name : names)
+    if (has(others, name)) found.push_back(name);
   return found;
 }
 
-std::vector<std::string> built_isas() {
-  return {
-#ifdef OCTAVO_HAS_avx512_bf16
-      "avx512_bf16",
-#endif
-#ifdef OCTAVO_HAS_avx512
-      "avx512",
-#endif
-#ifdef OCTAVO_HAS_avx2
-      "avx2",
-#endif
-      "generic"};
+template <class Isa>
+Isa tables_of(const std::vector<Built<Isa>>& isas, const std::string& name) {
+  return std::find_if(isas.begin(), isas.end(), [&](const auto& isa) { return isa.name == name; })->tables();
 }
 
-static const Isa*& chosen() {
-  static const Isa* isa = &available_isas().front();
-  return isa;
+struct Chosen {
+  Chosen(const std::string& floats, const std::string& integers)
+      : floats(tables_of(built_floats(), floats)), integers(tables_of(built_integers(), integers)) {}
+  FloatIsa floats;
+  IntegerIsa integers;
+};
+
+Chosen& chosen() {
+  static Chosen chosen(available_isas().floats.front(), available_isas().integers.front());
+  return chosen;
 }
 
-const Isa& isa() { return *chosen(); }
+std::string listed(const Names& names) {
+  std::string list;
+  for (const std::string& name : names) list += (list.empty() ? "" : ", ") + name;
+  return list;
+}
 
-void choose_isa(const std::string& name) {
-  std::string names;
-  for (const Isa& isa : available_isas()) {
-    if (isa.name == name) {
-      chosen() = &isa;
-      return;
-    }
-    names += (names.empty() ? "" : ", ") + isa.name;
-  }
-  const std::vector<std::string> runs = processor_isas();
-  if (std::find(runs.begin(), runs.end(), name) != runs.end())
-    throw std::invalid_argument("the kernels were not built for the instruction set '" + name + "' but for: " + names +
+// Throws unless that one of a kind, "floats" or "integers", may be chosen.
+void check(const char* kind, const std::string& name, const Names& available, const Names& runs, const Names& known) {
+  if (has(available, name)) return;
+  const std::string set = "the instruction set '" + name + "' of " + kind;
+  if (has(runs, name))
+    throw std::invalid_argument("the kernels were not built for " + set + " but for: " + listed(available) +
                                 " (in a checkout OCTAVO_ALL_ISAS=1 make kernels builds all)");
-  throw std::invalid_argument("this processor cannot run the instruction set '" + name + "'; it can run: " + names);
+  if (has(known, name))
+    throw std::invalid_argument("this processor cannot run " + set + "; it can run: " + listed(available));
+  throw std::invalid_argument("there is no instruction set '" + name + "' of " + kind + "; there are: " + listed(known));
+}
+
+// The names of both kinds that `names` stands for; see choose_isa.
+std::pair<std::string, std::string> both_of(const std::string& names, const IsaNames& available) {
+  const size_t plus = names.find('+');
+  if (plus != std::string::npos) return {names.substr(0, plus), names.substr(plus + 1)};
+  const bool is_floats = has(kKnown.floats, names), is_integers = has(kKnown.integers, names);
+  if (!is_floats && !is_integers)
+    throw std::invalid_argument("there is no instruction set '" + names + "'; of floats there are: " +
+                                listed(kKnown.floats) + "; of integers: " + listed(kKnown.integers));
+  return {is_floats ? names : available.floats.front(), is_integers ? names : available.integers.front()};
+}
+
+}  // namespace
+
+IsaNames built_isas() { return {names_of(built_floats()), names_of(built_integers())}; }
+
+IsaNames available_isas() {
+  const IsaNames built = built_isas(), runs = processor_isas();
+  return {common(built.floats, runs.floats), common(built.integers, runs.integers)};
+}
+
+const FloatIsa& isa() { return chosen().floats; }
+
+const IntegerIsa& integer_isa() { return chosen().integers; }
+
+std::string chosen_isas() { return isa().name + "+" + integer_isa().name; }
+
+void choose_isa(const std::string& names) {
+  const IsaNames available = available_isas(), runs = processor_isas();
+  const auto [floats, integers] = both_of(names, available);
+  check("floats", floats, available.floats, runs.floats, kKnown.floats);
+  check("integers", integers, available.integers, runs.integers, kKnown.integers);
+  chosen() = Chosen(floats, integers);
 }
 
 }  // namespace octavo

@@ -1,7 +1,13 @@
-// Which instruction sets there are, and the kernels of the chosen one.
+// Which instruction sets there are, and the kernels of the chosen ones.
+//
+// There are two kinds, chosen apart: of integers, for the dot products of quantised weights, and of floats, for all else.
+// What is computed in integers is exact, and what the kernels of integers compute in floats they do alike (quant.hpp): the
+// results depend on the instruction set of floats alone.
 #pragma once
 #include <string>
 #include <vector>
+
+#include "processor_isas.hpp"
 
 namespace octavo {
 
@@ -9,32 +15,44 @@ namespace octavo {
 struct GemmTable;
 struct PointwiseTable;
 struct AttentionTable;
-struct QuantTable;
+struct QuantResults;
 struct SamplingTable;
 struct MoeTable;
 struct LoraTable;
+struct QuantTable;
 
-struct Isa {
+struct FloatIsa {
   std::string name;
   const GemmTable* gemm;
   const PointwiseTable* pointwise;
   const AttentionTable* attention;
-  const QuantTable* quant;
+  const QuantResults* quant_results;
   const SamplingTable* sampling;
   const MoeTable* moe;
   const LoraTable* lora;
 };
 
-// The names of what was compiled, best first; generic is always the last.
-std::vector<std::string> built_isas();
+struct IntegerIsa {
+  std::string name;
+  const QuantTable* quant;
+};
 
-// Those of them that this processor can run, in that order.
-const std::vector<Isa>& available_isas();
+// The names of what was compiled.
+IsaNames built_isas();
 
-// The chosen one: the best, or that of choose_isa.
-const Isa& isa();
+// Those of them that this processor can run.
+IsaNames available_isas();
 
-// Throws std::invalid_argument if the processor cannot run it, or it was not compiled.
-void choose_isa(const std::string& name);
+// The chosen ones: the best, or those of choose_isa.
+const FloatIsa& isa();
+const IntegerIsa& integer_isa();
+
+// Both, as "FLOATS+INTEGERS".
+std::string chosen_isas();
+
+// Takes "FLOATS+INTEGERS", or one name: for both kinds if both have it, else for its kind, of the other the best. Throws
+// std::invalid_argument if there is no such instruction set, the processor cannot run it, or it was not compiled; then
+// nothing has changed.
+void choose_isa(const std::string& names);
 
 }  // namespace octavo

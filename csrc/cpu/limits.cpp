@@ -18,6 +18,7 @@
 
 #include "arena.hpp"
 #include "gemm.hpp"
+#include "quant.hpp"
 
 namespace octavo {
 namespace {
@@ -151,6 +152,6 @@ double measure_fma_peak(int threads) { return peak(threads, isa().gemm->multiply
 
 double measure_bf16_dot_peak(int threads) { return peak(threads, isa().gemm->bf16_dot); }
 
-double measure_int8_dot_peak(int threads) { return peak(threads, isa().gemm->int8_dot); }
+double measure_int8_dot_peak(int threads) { return peak(threads, integer_isa().quant->int8_dot); }
 
 }  // namespace octavo

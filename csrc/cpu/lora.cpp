@@ -10,17 +10,17 @@ namespace {
 constexpr int kVectors = kGroup / kLanes;  // of a group
 constexpr int kCache = 2;                  // that is fetched into, for __builtin_prefetch: the second
 
-#if defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_BF16)
 constexpr bool kMultipliesPairs = true;
 #else
 constexpr bool kMultipliesPairs = false;
 #endif
 
 // Rows of x in a tile, at most: of shrink, whose sums are those of 8 rows of `down` for each, and of expand.
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_AVX512)
 constexpr int kShrinkRows = 3, kExpandRows = 4;
 constexpr int groups_of(int rows) { return rows == 1 ? 8 : 4; }
-#elif defined(OCTAVO_ISA_avx2)
+#elif defined(OCTAVO_AVX2)
 constexpr int kShrinkRows = 1, kExpandRows = 4;
 constexpr int groups_of(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #else
@@ -48,7 +48,7 @@ OCTAVO_INLINE F32 load_weights(const char* p) {
 
 template <Dtype dtype>
 OCTAVO_INLINE void add_products(F32& sum, F32 weights, F32 x) {
-#if defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_BF16)
   if constexpr (dtype == Dtype::bf16) {
     add_pair_products(sum, (U32)weights, (U32)x);
     return;

@@ -8,7 +8,6 @@
 #include "denormals.hpp"
 #include "isa.hpp"
 #include "ops.hpp"
-#include "processor_isas.hpp"
 #include "threads.hpp"
 
 namespace nb = nanobind;
@@ -28,15 +27,14 @@ NB_MODULE(_cpu, m) {
       .value("gelu_tanh", Activation::gelu_tanh)
       .value("relu", Activation::relu);
 
-  m.def("available_isas", [] {
-    std::vector<std::string> names;
-    for (const Isa& isa : available_isas()) names.push_back(isa.name);
-    return names;
-  });
+  nb::class_<IsaNames>(m, "IsaNames").def_ro("floats", &IsaNames::floats).def_ro("integers", &IsaNames::integers);
+  m.def("available_isas", &available_isas);
   m.def("built_isas", &built_isas);
   m.def("processor_isas", &processor_isas);
-  m.def("isa", [] { return isa().name; });
-  m.def("choose_isa", &choose_isa, nb::arg("name"));
+  m.def("isa", &chosen_isas);
+  m.def("float_isa", [] { return isa().name; });
+  m.def("integer_isa", [] { return integer_isa().name; });
+  m.def("choose_isa", &choose_isa, nb::arg("names"));
   m.def("set_threads", [](int size, bool pin) { ThreadPool::instance().resize(size, pin); }, nb::arg("size"),
         nb::arg("pin") = false);
   m.def("num_threads", [] { return ThreadPool::instance().size(); });

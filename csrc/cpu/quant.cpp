@@ -1,9 +1,10 @@
-// Products of quantised rows and packed quantised weights.
+// Products of quantised rows and packed quantised weights, of an instruction set of integers.
 #include "quant.hpp"
 
 #include <type_traits>
 
-#include "activations.hpp"
+#include "dot_rounds.hpp"
+#include "quant_columns.hpp"
 #include "quant_dot.hpp"
 #include "quant_encode.hpp"
 #include "quant_rows.hpp"
@@ -124,44 +125,7 @@ void multiply_rows(const uint8_t* panel, int64_t panel_bytes, const QuantRows& r
   }
 }
 
-// A row of a panel that has fewer columns: lanes past the matrix are computed as the others, from zeros.
-template <typename T, typename F>
-void store_part(const float* sums, const float* bias, const float* add, int columns, T* out, const F& f) {
-  for (int c = 0; c < columns; c += kLanes) {
-    const int lanes = columns - c < kLanes ? columns - c : kLanes;
-    F32 sum = load(sums + c);
-    if (bias != nullptr) sum += load(bias + c, lanes);
-    if (add != nullptr) sum += load(add + c, lanes);
-    store(out + c, f(sum), lanes);
-  }
-}
-
-// The results of a tile of rows: bias, add, activation.
-template <typename T, int Panels>
-void store_tile(const PackedQuant& weight, int64_t panel, int rows, int64_t row, const QuantOutput& out,
-                const float (*sums)[kQuantTile][kPanel]) {
-  const int64_t first = panel * kPanel;
-  const float* bias = out.bias == nullptr ? nullptr : out.bias + first;
-  const int whole = weight.n - first >= Panels * kPanel ? Panels : Panels - 1;  // a matrix' last panel may have less
-  with_activation(out.activation, [&](auto f) {
-    for (int r = 0; r < rows; ++r) {
-      T* to = static_cast<T*>(out.data) + (row + r) * out.stride + first;
-      const float* add = out.add == nullptr ? nullptr : out.add + (row + r) * out.add_stride + first;
-      for (int c = 0; c < whole * kPanel; c += kLanes) {
-        F32 sum = load(sums[c / kPanel][r] + c % kPanel);
-        if (bias != nullptr) sum += load(bias + c);
-        if (add != nullptr) sum += load(add + c);
-        store_result(to + c, f(sum));
-      }
-      if (whole == Panels) continue;
-      constexpr int64_t at = (Panels - 1) * kPanel;
-      store_part(sums[Panels - 1][r], bias == nullptr ? nullptr : bias + at, add == nullptr ? nullptr : add + at,
-                 static_cast<int>(weight.n - first - at), to + at, f);
-    }
-  });
-}
-
-// What store_tile reads and writes, into the cache.
+// What is read and written to store results, into the cache.
 void fetch_results(int64_t column, int64_t columns, int rows, int64_t row, const QuantOutput& out) {
   const int64_t size = out.dtype == Dtype::f32 ? 4 : 2;
   for (int64_t r = row; r < row + rows; ++r) {
@@ -171,7 +135,8 @@ void fetch_results(int64_t column, int64_t columns, int rows, int64_t row, const
 }
 
 template <QuantFormat Format, int Panels>
-void run_panels(const PackedQuant& weight, int64_t panel, const QuantRows& rows, const QuantOutput& out) {
+void run_panels(const PackedQuant& weight, int64_t panel, const QuantRows& rows, const QuantOutput& out,
+                const QuantResults& results) {
   // Each tile fetches an equal part of the next panels, but a single one leaves it to the processor: it reads steadily.
   const int64_t tiles = (rows.count + kQuantTile - 1) / kQuantTile;
   Ahead ahead{weight.panel(panel + Panels), tiles == 1 ? 0 : Panels * layout_of(Format).group_bytes() / tiles};
@@ -180,10 +145,7 @@ void run_panels(const PackedQuant& weight, int64_t panel, const QuantRows& rows,
     const int count = rows.rows_of_tile(row);
     if (Panels > 1) fetch_results(panel * kPanel, Panels * kPanel, count, row, out);
     multiply_rows<Format, Panels>(weight.panel(panel), weight.panel_bytes, rows, row, ahead, sums);
-    if (out.dtype == Dtype::f32)
-      store_tile<float, Panels>(weight, panel, count, row, out, sums);
-    else
-      store_tile<uint16_t, Panels>(weight, panel, count, row, out, sums);
+    results.store(out, weight.n, panel, Panels, row, count, sums);
   }
 }
 
@@ -193,28 +155,39 @@ constexpr int64_t kRowsOfManyPanels = 32;
 int64_t panels_at_once(int64_t rows) { return rows < kRowsOfManyPanels ? 1 : kPanelsAtOnce; }
 
 template <QuantFormat Format>
-void run_range(const PackedQuant& weight, int64_t panel, int64_t end, const QuantRows& rows, const QuantOutput& out) {
+void run_range(const PackedQuant& weight, int64_t panel, int64_t end, const QuantRows& rows, const QuantOutput& out,
+               const QuantResults& results) {
   for (; rows.count >= kRowsOfManyPanels && panel + kPanelsAtOnce <= end; panel += kPanelsAtOnce)
-    run_panels<Format, kPanelsAtOnce>(weight, panel, rows, out);
-  for (; panel < end; ++panel) run_panels<Format, 1>(weight, panel, rows, out);
+    run_panels<Format, kPanelsAtOnce>(weight, panel, rows, out, results);
+  for (; panel < end; ++panel) run_panels<Format, 1>(weight, panel, rows, out, results);
 }
 
-void panels(const PackedQuant& weight, int64_t begin, int64_t end, const QuantRows& rows, const QuantOutput& out) {
+void panels(const PackedQuant& weight, int64_t begin, int64_t end, const QuantRows& rows, const QuantOutput& out,
+            const QuantResults& results) {
   switch (weight.format) {
-    case QuantFormat::q8_channel: return run_range<QuantFormat::q8_channel>(weight, begin, end, rows, out);
-    case QuantFormat::q8_32: return run_range<QuantFormat::q8_32>(weight, begin, end, rows, out);
-    case QuantFormat::q8_128: return run_range<QuantFormat::q8_128>(weight, begin, end, rows, out);
-    case QuantFormat::q4_32: return run_range<QuantFormat::q4_32>(weight, begin, end, rows, out);
-    case QuantFormat::q4_128: return run_range<QuantFormat::q4_128>(weight, begin, end, rows, out);
-    case QuantFormat::q4_1: return run_range<QuantFormat::q4_1>(weight, begin, end, rows, out);
-    case QuantFormat::q4_k: return run_range<QuantFormat::q4_k>(weight, begin, end, rows, out);
+    case QuantFormat::q8_channel: return run_range<QuantFormat::q8_channel>(weight, begin, end, rows, out, results);
+    case QuantFormat::q8_32: return run_range<QuantFormat::q8_32>(weight, begin, end, rows, out, results);
+    case QuantFormat::q8_128: return run_range<QuantFormat::q8_128>(weight, begin, end, rows, out, results);
+    case QuantFormat::q4_32: return run_range<QuantFormat::q4_32>(weight, begin, end, rows, out, results);
+    case QuantFormat::q4_128: return run_range<QuantFormat::q4_128>(weight, begin, end, rows, out, results);
+    case QuantFormat::q4_1: return run_range<QuantFormat::q4_1>(weight, begin, end, rows, out, results);
+    case QuantFormat::q4_k: return run_range<QuantFormat::q4_k>(weight, begin, end, rows, out, results);
   }
 }
 
 }  // namespace
 
+static int64_t int8_dot_rounds([[maybe_unused]] int64_t rounds, [[maybe_unused]] float* sink) {
+#if defined(OCTAVO_VNNI)
+  run_dots<I32>(rounds, sink, [](I32& sum, U32 x) { add_quads(sum, x, (I32)x); });
+  return int64_t{8} * kDotChains * kLanes;
+#else
+  return 0;
+#endif
+}
+
 const QuantTable* quant_table() {
-  static const QuantTable table{encode_weights, wants_wide, quantize, panels_at_once, panels};
+  static const QuantTable table{encode_weights, wants_wide, quantize, panels_at_once, panels, int8_dot_rounds};
   return &table;
 }
 

@@ -3,7 +3,8 @@
 // The product of a row x and a column w is, over groups of 32 values of K in order,
 //     sum_g  scale_x[g] * (scale_w[g] * dot(q_x[g], q_w[g])  -  min_w[g] * sum(q_x[g]))
 // with the dot products exact in integers and the sum over groups in float32, a product and a sum at a time, never
-// fused: every instruction set gives the same bits, and so does every number of rows.
+// fused: every instruction set of integers gives the same bits, and so does every number of rows. What comes after, bias,
+// residual and activation, is done by the instruction set of floats (QuantResults).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -81,8 +82,11 @@ class PackedQuant {
 struct QuantGroup {
   float scale;       // greatest magnitude / 127; not a number if a value is infinite or not a number
   float scaled_sum;  // scale * sum of the codes
-  int32_t pairs;     // two int16: -8 times the sum of codes 0 and 1 of each quad, and that of codes 2 and 3
-  int32_t offset;    // both: -8 times the sum of all codes
+  // What the dot products start from, as the weights' codes have an offset. With 8 bits, 128: -128 times the sum of the
+  // codes. With 4 bits, 8: -8 times it; or, where products of 4 bits are summed in 16, two int16: -8 times the sum of
+  // codes 0 and 1 of each quad, and that of codes 2 and 3.
+  int32_t start_8bit;
+  int32_t start_4bit;
 };
 
 // Quantised rows. Four rows make a tile, the last ones perhaps a smaller one, and lie together, so that a tile is read
@@ -123,6 +127,15 @@ struct QuantOutput {
   Activation activation = Activation::none;
 };
 
+// Of the instruction set of floats: what becomes of the sums.
+struct QuantResults {
+  // Stores rows [row, row + rows), a tile, of neighbouring panels from `panel` on, at most kMostPanels, of a matrix of n
+  // columns: sums with bias and `add`, and their activation.
+  void (*store)(const QuantOutput& out, int64_t n, int64_t panel, int panels, int64_t row, int rows,
+                const float (*sums)[kQuantTile][kPanel]);
+};
+
+// Of the instruction set of integers.
 struct QuantTable {
   // Quantises a row of weights w[k], float32 or bfloat16, to 8 or 4 bits in groups of `group` values, a divisor of k,
   // with a float16 scale each; or, if `group` is 0, with one float32 scale. It is not a number if a weight is infinite or
@@ -135,7 +148,11 @@ struct QuantTable {
   // How many panels are computed side by side for so many rows, at most kMostPanels.
   int64_t (*panels_at_once)(int64_t rows);
   // Computes the columns of panels [begin, end) for all rows.
-  void (*panels)(const PackedQuant& weight, int64_t begin, int64_t end, const QuantRows& rows, const QuantOutput& out);
+  void (*panels)(const PackedQuant& weight, int64_t begin, int64_t end, const QuantRows& rows, const QuantOutput& out,
+                 const QuantResults& results);
+  // For the limits of this machine: as GemmTable::multiply_add, of dot products of 8-bit quads; 0 where no instruction
+  // does them.
+  int64_t (*int8_dot)(int64_t rounds, float* sink);
 };
 
 }  // namespace octavo

@@ -1,6 +1,7 @@
 // One group of 32 activations to 8-bit codes.
 #pragma once
 #include "quant.hpp"
+#include "quant_dot.hpp"
 #include "vec.hpp"
 
 namespace octavo::OCTAVO_ISA {
@@ -129,9 +130,8 @@ OCTAVO_INLINE void quantize_group(const Activations& x, int8_t (&codes)[kQuantGr
     encode(x, 127.0f / magnitude, codes, sums);
   }
   group.scaled_sum = group.scale * static_cast<float>(sums[0] + sums[1]);
-  group.offset = -8 * (sums[0] + sums[1]);
-  const uint16_t first = static_cast<uint16_t>(-8 * sums[0]), second = static_cast<uint16_t>(-8 * sums[1]);
-  group.pairs = static_cast<int32_t>(uint32_t{second} << 16 | first);
+  group.start_8bit = -128 * (sums[0] + sums[1]);
+  group.start_4bit = start_of_4bit(sums);
 }
 
 template <typename T>

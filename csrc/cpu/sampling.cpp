@@ -13,9 +13,9 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Whether any lane of a comparison is true.
 OCTAVO_INLINE bool any(I32 mask) {
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_AVX512)
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
-#elif defined(OCTAVO_ISA_avx2)
+#elif defined(OCTAVO_AVX2)
   return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
 #else
   return (mask[0] | mask[1] | mask[2] | mask[3]) != 0;
@@ -86,14 +86,14 @@ float survey(const float* row, int64_t size, float* columns, int64_t* num_column
 
 // Writes the lanes of a vector that the mask chooses next to each other, and others behind them, kLanes in all; returns
 // how many are chosen.
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_AVX512)
 OCTAVO_INLINE int compress(I32 mask, F32 x, I32 y, float* xs, int32_t* ys) {
   const __mmask16 chosen = _mm512_movepi32_mask((__m512i)mask);
   _mm512_storeu_ps(xs, _mm512_maskz_compress_ps(chosen, (__m512)x));
   _mm512_storeu_si512(ys, _mm512_maskz_compress_epi32(chosen, (__m512i)y));
   return __builtin_popcount(chosen);
 }
-#elif defined(OCTAVO_ISA_avx2)
+#elif defined(OCTAVO_AVX2)
 // For each mask of eight lanes, the numbers of those chosen, a byte each.
 struct Orders {
   uint64_t of[256] = {};
@@ -157,11 +157,11 @@ void weights(const float* logits, int64_t size, float top, float temperature, fl
 
 // A float64 for half of a vector's lanes, with its own instructions where GCC 12 makes far slower ones of a conversion.
 typedef double F64 __attribute__((vector_size(4 * kLanes)));
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_AVX512)
 // Masked with all ones, as GCC 12 warns of its own unmasked one.
 OCTAVO_INLINE F64 widen_low(F32 x) { return (F64)_mm512_maskz_cvtps_pd(0xff, low_half(x)); }
 OCTAVO_INLINE F64 widen_high(F32 x) { return (F64)_mm512_maskz_cvtps_pd(0xff, high_half(x)); }
-#elif defined(OCTAVO_ISA_avx2)
+#elif defined(OCTAVO_AVX2)
 OCTAVO_INLINE F64 widen_low(F32 x) { return (F64)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x)); }
 OCTAVO_INLINE F64 widen_high(F32 x) { return (F64)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)x, 1)); }
 #else

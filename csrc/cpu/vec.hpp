@@ -15,7 +15,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(OCTAVO_ISA_avx2) || defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_AVX2) || defined(OCTAVO_AVX512)
 #include <immintrin.h>
 #endif
 #if defined(OCTAVO_EMULATED)
@@ -26,9 +26,9 @@
 namespace octavo::OCTAVO_ISA {
 
 // 16 is a multiple of kLanes on every instruction set: layouts that group 16 columns suit them all.
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_AVX512)
 constexpr int kLanes = 16;
-#elif defined(OCTAVO_ISA_avx2)
+#elif defined(OCTAVO_AVX2)
 constexpr int kLanes = 8;
 #else
 constexpr int kLanes = 4;
@@ -84,9 +84,9 @@ OCTAVO_INLINE uint16_t to_bf16(float x) {
 OCTAVO_INLINE F32 widen_bf16(U16 x) {
   // GCC 12 makes several instructions of the conversion below, and of that in store. Here and elsewhere masked
   // with all ones, as it warns of its own unmasked ones.
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_AVX512)
   return (F32)((U32)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)x) << 16);
-#elif defined(OCTAVO_ISA_avx2)
+#elif defined(OCTAVO_AVX2)
   return (F32)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)x), 16);
 #else
   return (F32)(__builtin_convertvector(x, U32) << 16);
@@ -104,7 +104,7 @@ OCTAVO_INLINE U32 round_bf16(F32 x) {
 
 OCTAVO_INLINE F32 load(const uint16_t* p) { return widen_bf16(load_as<U16>(p)); }
 OCTAVO_INLINE void store(uint16_t* p, F32 x) {
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_AVX512)
   const U16 narrow = (U16)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)round_bf16(x));
 #else
   const U16 narrow = __builtin_convertvector(round_bf16(x), U16);
@@ -124,7 +124,7 @@ OCTAVO_INLINE void store(uint16_t* p, F32 x, int n) {
 
 // Halves of two vectors side by side, half a vector from each of two places, and a vector's halves to two places; for
 // vectors of 16 lanes.
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_AVX512)
 OCTAVO_INLINE F32 low_halves(F32 a, F32 b) {
   return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
 }
@@ -149,14 +149,14 @@ OCTAVO_INLINE void store_halves(T* low, T* high, F32 x) {
 OCTAVO_INLINE F32 even_bf16(U32 pairs) { return (F32)(pairs << 16); }
 OCTAVO_INLINE F32 odd_bf16(U32 pairs) { return (F32)(pairs & 0xffff0000u); }
 
-#if defined(OCTAVO_ISA_avx2)
+#if defined(OCTAVO_AVX2)
 alignas(32) constexpr uint32_t kOddMask[8] = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
                                               0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
 #endif
 
 // odd_bf16 of the pairs at p, for register tiles: pairs and mask are memory operands, as the sums leave no registers.
 OCTAVO_INLINE F32 load_odd_bf16(const void* p) {
-#if defined(OCTAVO_ISA_avx2)
+#if defined(OCTAVO_AVX2)
   F32 x;
   asm volatile("vmovdqu %1, %0\n\tvpand %2, %0, %0" : "=x"(x) : "m"(*static_cast<const U32*>(p)), "m"(kOddMask));
   return x;
@@ -174,11 +174,11 @@ OCTAVO_INLINE void store_one(uint16_t* p, float x) { *p = to_bf16(x); }
 // ---- arithmetic -------------------------------------------------------------------------------------------------
 
 // max and min: if either is a NaN, the second.
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_AVX512)
 OCTAVO_INLINE F32 fma(F32 a, F32 b, F32 c) { return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 OCTAVO_INLINE F32 max(F32 a, F32 b) { return (F32)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b); }
 OCTAVO_INLINE F32 min(F32 a, F32 b) { return (F32)_mm512_maskz_min_ps(0xffff, (__m512)a, (__m512)b); }
-#elif defined(OCTAVO_ISA_avx2)
+#elif defined(OCTAVO_AVX2)
 OCTAVO_INLINE F32 fma(F32 a, F32 b, F32 c) { return (F32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 OCTAVO_INLINE F32 max(F32 a, F32 b) { return (F32)_mm256_max_ps((__m256)a, (__m256)b); }
 OCTAVO_INLINE F32 min(F32 a, F32 b) { return (F32)_mm256_min_ps((__m256)a, (__m256)b); }
@@ -206,16 +206,16 @@ OCTAVO_INLINE float fma(float a, float b, float c) {
 // sum += x * y, in the register of the sum. Otherwise GCC moves sums between registers, runs out of them and spills some
 // to memory, which multiplies the latency of their chains.
 OCTAVO_INLINE void add_product(F32& sum, F32 x, F32 y) {
-#if (defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)) && !defined(OCTAVO_EMULATED)
+#if defined(OCTAVO_AVX512) && !defined(OCTAVO_EMULATED)
   asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
-#elif defined(OCTAVO_ISA_avx2)
+#elif defined(OCTAVO_AVX2)
   asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(x), "x"(y));
 #else
   sum = fma(x, y, sum);
 #endif
 }
 
-#if defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_BF16)
 // sum += odd(x) * odd(y), then sum += even(x) * even(y), over lanes of two bfloat16, each step with one rounding to
 // nearest. Subnormal inputs and results are zero.
 OCTAVO_INLINE void add_pair_products(F32& sum, U32 x, U32 y) {
@@ -229,7 +229,7 @@ OCTAVO_INLINE U16 narrow_bf16(F32 x) { return (U16)_mm512_maskz_cvtneps_pbh(0xff
 // As store, of a result of arithmetic, which is never subnormal: operations run with those flushed to zero.
 OCTAVO_INLINE void store_result(float* p, F32 x) { store(p, x); }
 OCTAVO_INLINE void store_result(uint16_t* p, F32 x) {
-#if defined(OCTAVO_ISA_avx512_bf16)
+#if defined(OCTAVO_BF16)
   const U16 narrow = narrow_bf16(x);
   std::memcpy(p, &narrow, sizeof narrow);
 #else
@@ -247,11 +247,11 @@ OCTAVO_INLINE void fetch_to_write(const void* p, int64_t bytes) {
 
 // An element in all lanes, always loaded: keeping it would use registers that the sums of a tile need.
 OCTAVO_INLINE F32 splat_anew(const float* p) {
-#if (defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16)) && !defined(OCTAVO_EMULATED)
+#if defined(OCTAVO_AVX512) && !defined(OCTAVO_EMULATED)
   F32 x;
   asm volatile("vbroadcastss %1, %0" : "=v"(x) : "m"(*p));
   return x;
-#elif defined(OCTAVO_ISA_avx2)
+#elif defined(OCTAVO_AVX2)
   F32 x;
   asm volatile("vbroadcastss %1, %0" : "=x"(x) : "m"(*p));
   return x;
@@ -264,7 +264,7 @@ OCTAVO_INLINE float max(float a, float b) { return a > b ? a : b; }
 OCTAVO_INLINE float min(float a, float b) { return a < b ? a : b; }
 
 // Over all lanes, halving: lane i is joined with lane i + n / 2, until one is left.
-#if defined(OCTAVO_ISA_avx512) || defined(OCTAVO_ISA_avx512_bf16) || defined(OCTAVO_ISA_avx2)
+#if defined(OCTAVO_AVX512) || defined(OCTAVO_AVX2)
 OCTAVO_INLINE float sum_of_4(__m128 x) {
   const __m128 two = _mm_add_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
@@ -279,7 +279,7 @@ OCTAVO_INLINE float sum_of_8(__m256 x) {
 OCTAVO_INLINE float max_of_8(__m256 x) {
   return max_of_4(_mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)));
 }
-#if defined(OCTAVO_ISA_avx2)
+#if defined(OCTAVO_AVX2)
 OCTAVO_INLINE float sum(F32 x) { return sum_of_8((__m256)x); }
 OCTAVO_INLINE float max(F32 x) { return max_of_8((__m256)x); }
 #else

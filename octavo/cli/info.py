@@ -114,13 +114,13 @@ def machine_facts(options: EngineConfig) -> dict[str, Any]:
     }
 
 
-def kernels_built_for() -> list[str]:
-    """What the CPU kernels were compiled for, best first; empty if they were not."""
+def kernels_built_for() -> dict[str, list[str]]:
+    """What the CPU kernels of floats and of integers were compiled for, best first; empty if they were not."""
     try:
-        names: list[str] = importlib.import_module("octavo._cpu").built_isas()
+        names: Any = importlib.import_module("octavo._cpu").built_isas()
     except ImportError:
-        return []
-    return names
+        return {}
+    return {"floats": list(names.floats), "integers": list(names.integers)}
 
 
 def installed_version(package: str) -> str | None:
@@ -190,7 +190,7 @@ def _cpu_limit_facts() -> dict[str, Any]:
         raise ConfigError("octavo._cpu, which the measurement needs, was not built") from None
     return {
         "threads": limits.threads,
-        "instruction_set": limits.instruction_set,
+        "instruction_sets": limits.instruction_sets,
         "read_gb_per_s": round(limits.read_gb_s, 1),
         "read_2kib_pieces_gb_per_s": round(limits.chunk_gb_s, 1),
         "multiply_add_gflop_per_s": round(limits.fma_gflops, 1),

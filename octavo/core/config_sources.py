@@ -29,7 +29,7 @@ RESERVED_VARIABLES = {
     "OCTAVO_API_KEYS": "Keys that octavo serve asks for, with commas between.",
     "OCTAVO_DEBUG": "1 shows the traceback of an error.",
     "OCTAVO_LOG_LEVEL": "Level of the messages that commands write, and log_level of a server.",
-    "OCTAVO_CPU_ISA": "Instruction set that the CPU kernels may use at most.",
+    "OCTAVO_CPU_ISA": "Instruction sets of the CPU kernels: FLOATS+INTEGERS, as in avx512+avx512_vnni, or one name.",
     "OCTAVO_ALL_ISAS": "Read by scripts/build_cpu.sh: 1 compiles the CPU kernels for all instruction sets, not only "
     "for the best that this processor has.",
     "OCTAVO_TORCH": "Read by scripts/install.py: cuda or cpu.",

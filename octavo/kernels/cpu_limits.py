@@ -19,7 +19,8 @@ class CpuLimits(msgspec.Struct, frozen=True):
     """Measured limits of a number of threads together."""
 
     threads: int
-    instruction_set: str
+    #: Of floats and of integers, as "avx512+avx512_vnni".
+    instruction_sets: str
     #: Read bandwidth of memory, in 10^9 bytes a second.
     read_gb_s: float
     #: The same in pieces of 2 KiB in random order, as decode attention reads blocks.
@@ -42,7 +43,7 @@ def measure_cpu(threads: int | None = None) -> CpuLimits:
     count = cpu.num_threads() if threads is None else threads
     return CpuLimits(
         threads=count,
-        instruction_set=cpu.isa(),
+        instruction_sets=cpu.isa(),
         read_gb_s=cpu.measure_read_bandwidth(count) / 1e9,
         chunk_gb_s=cpu.measure_chunk_bandwidth(count) / 1e9,
         fma_gflops=cpu.measure_fma_peak(count) / 1e9,

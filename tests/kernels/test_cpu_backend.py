@@ -39,7 +39,7 @@ def one_sequence(tokens: int, slots: Tensor | None = None) -> ForwardBatch:
     return batch
 
 
-@pytest.fixture(params=_cpu.available_isas())
+@pytest.fixture(params=_cpu.available_isas().floats)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     before = _cpu.isa()
     _cpu.choose_isa(request.param)

@@ -31,7 +31,7 @@ def isa_and_threads_as_before() -> Iterator[None]:
     _cpu.set_threads(threads)
 
 
-@pytest.fixture(params=[*_cpu.available_isas(), "reference"])
+@pytest.fixture(params=[*_cpu.available_isas().floats, "reference"])
 def kernels(request: pytest.FixtureRequest) -> Any:
     if request.param == "reference":
         return torch_facade.of_torch(ReferenceKernels())
@@ -40,7 +40,7 @@ def kernels(request: pytest.FixtureRequest) -> Any:
     return made
 
 
-@pytest.fixture(params=_cpu.available_isas())
+@pytest.fixture(params=_cpu.available_isas().floats)
 def cpu(request: pytest.FixtureRequest) -> Any:
     made = torch_facade.make_kernels()
     _cpu.choose_isa(request.param)
@@ -207,6 +207,16 @@ def test_experts_against_float64(
     torch.testing.assert_close(run(packed, arguments).double(), expected, atol=near, rtol=0)
     without = packed(x, chosen, weights)
     torch.testing.assert_close(without.double(), expected - add.double(), atol=near, rtol=0)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_experts_are_the_same_on_every_instruction_set_of_integers(cpu: Any, quantization: str) -> None:
+    packed = cpu.pack_experts(*pack(cpu, *matrices(96, [64] * 5), quantization=quantization))
+    arguments, floats, results = rows(70, 96, 5, 2), _cpu.float_isa(), []
+    for integers in _cpu.available_isas().integers:
+        _cpu.choose_isa(f"{floats}+{integers}")
+        results.append(run(packed, arguments))
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

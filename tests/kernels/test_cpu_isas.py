@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +17,107 @@ from tests.busy_machine import PATIENCE
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "cpu"
-NOT_BUILT = [isa for isa in _cpu.processor_isas() if isa not in _cpu.built_isas()]
+KINDS = ("floats", "integers")
+NOT_BUILT = [
+    (kind, isa)
+    for kind in KINDS
+    for isa in getattr(_cpu.processor_isas(), kind)
+    if isa not in getattr(_cpu.built_isas(), kind)
+]
 
 
-def test_what_was_built_and_the_processor_runs_may_be_chosen() -> None:
-    assert _cpu.available_isas() == [isa for isa in _cpu.processor_isas() if isa in _cpu.built_isas()]
-    assert _cpu.available_isas()[-1] == "generic"
+@pytest.fixture(autouse=True)
+def _isa_as_before() -> Iterator[None]:
     before = _cpu.isa()
-    for isa in _cpu.available_isas():
-        _cpu.choose_isa(isa)
-        assert _cpu.isa() == isa
+    yield
     _cpu.choose_isa(before)
 
 
-@pytest.mark.parametrize("isa", NOT_BUILT or [""])
-def test_one_that_was_not_built_is_refused_with_the_way_to_build_it(isa: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_built_and_the_processor_runs_is_available(kind: str) -> None:
+    runs, built, available = (
+        getattr(isas, kind) for isas in (_cpu.processor_isas(), _cpu.built_isas(), _cpu.available_isas())
+    )
+    assert available == [isa for isa in runs if isa in built]
+    assert available[-1] == "generic"
+
+
+def test_both_kinds_may_be_chosen_apart() -> None:
+    available = _cpu.available_isas()
+    for floats in available.floats:
+        for integers in available.integers:
+            _cpu.choose_isa(f"{floats}+{integers}")
+            assert (_cpu.float_isa(), _cpu.integer_isa()) == (floats, integers)
+            assert _cpu.isa() == f"{floats}+{integers}"
+
+
+def test_one_name_is_for_all_kinds_that_have_it_and_the_other_kind_keeps_its_best() -> None:
+    available = _cpu.available_isas()
+    for name in {*available.floats, *available.integers}:
+        _cpu.choose_isa("generic")
+        _cpu.choose_isa(name)
+        assert _cpu.float_isa() == (name if name != "avx_vnni" and name != "avx512_vnni" else available.floats[0])
+        assert _cpu.integer_isa() == (name if name != "avx512_bf16" else available.integers[0])
+
+
+@pytest.mark.parametrize(("kind", "isa"), NOT_BUILT or [("", "")])
+def test_one_that_was_not_built_is_refused_with_the_way_to_build_it(kind: str, isa: str) -> None:
     if not isa:
         pytest.skip("the kernels are built for all instruction sets of this processor")
+    names = f"{isa}+generic" if kind == "floats" else f"generic+{isa}"
     with pytest.raises(
-        ValueError, match=f"not built for the instruction set '{isa}' but for.*generic.*OCTAVO_ALL_ISAS=1"
+        ValueError, match=f"not built for the instruction set '{isa}' of {kind} but for.*generic.*OCTAVO_ALL_ISAS=1"
     ):
-        _cpu.choose_isa(isa)
+        _cpu.choose_isa(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        ("avx3", "no instruction set 'avx3'; of floats there are: avx512_bf16, .*; of integers: avx512_vnni, avx_vnni"),
+        ("", "no instruction set ''"),
+        ("avx_vnni+generic", "no instruction set 'avx_vnni' of floats; there are: avx512_bf16, avx512, avx2, generic"),
+        ("generic+avx512_bf16", "no instruction set 'avx512_bf16' of integers; there are: avx512_vnni"),
+        ("generic+", "no instruction set '' of integers"),
+        ("generic+generic+generic", r"no instruction set 'generic\+generic' of integers"),
+    ],
+)
+def test_names_that_there_are_not_are_refused_and_nothing_changes(names: str, error: str) -> None:
+    before = _cpu.isa()
+    with pytest.raises(ValueError, match=error):
+        _cpu.choose_isa(names)
+    assert _cpu.isa() == before
+
+
+def test_what_the_variable_names_is_taken_and_shown() -> None:
+    """In processes of their own, as a process has one choice."""
+    script = "from octavo.kernels.cpu.backend import CpuKernels; print(CpuKernels().describe())"
+    integers = _cpu.available_isas().integers[0]
+    for names, error in ((f"generic+{integers}", None), ("avx3", "ConfigError: OCTAVO_CPU_ISA: there is no")):
+        env = {**os.environ, "OCTAVO_CPU_ISA": names}
+        found = subprocess.run(
+            [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=PATIENCE
+        )
+        if error is None:
+            assert found.stdout.startswith(f"cpu (float generic, integer {integers}, "), found.stderr
+        else:
+            assert error in found.stderr
 
 
 def test_all_instruction_sets_of_this_processor_are_tested() -> None:
     if NOT_BUILT:
-        pytest.skip(f"the kernels are not built for {', '.join(NOT_BUILT)} (OCTAVO_ALL_ISAS=1)")
-    assert _cpu.available_isas() == _cpu.processor_isas()
+        missing = ", ".join(f"{isa} of {kind}" for kind, isa in NOT_BUILT)
+        pytest.skip(f"the kernels are not built for {missing} (OCTAVO_ALL_ISAS=1)")
+    for kind in KINDS:
+        assert getattr(_cpu.available_isas(), kind) == getattr(_cpu.processor_isas(), kind)
 
 
-def test_set_up_finds_the_best_one_by_the_same_rule(tmp_path: Path) -> None:
+def test_set_up_finds_the_best_ones_by_the_same_rule(tmp_path: Path) -> None:
     compiler = shutil.which("c++")
     if compiler is None or not SOURCES.exists():
         pytest.skip("needs the sources and a compiler")
     program = tmp_path / "best_isa"
     subprocess.run([compiler, "-std=c++17", "-o", program, SOURCES / "best_isa.cpp"], check=True, timeout=PATIENCE)
     printed = subprocess.run([program], capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
-    assert printed == f"{_cpu.processor_isas()[0]}\n"
+    runs = _cpu.processor_isas()
+    assert printed == f"{runs.floats[0]} {runs.integers[0]}\n"

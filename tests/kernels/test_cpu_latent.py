@@ -17,7 +17,7 @@ _cpu: Any = pytest.importorskip("octavo._cpu")
 torch_facade: Any = importlib.import_module("tests.kernels.torch_facade")
 
 
-@pytest.fixture(params=_cpu.available_isas(), autouse=True, scope="module")
+@pytest.fixture(params=_cpu.available_isas().floats, autouse=True, scope="module")
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     before, threads = _cpu.isa(), _cpu.num_threads()
     _cpu.choose_isa(request.param)

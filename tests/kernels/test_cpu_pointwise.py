@@ -25,7 +25,7 @@ row_counts = st.integers(0, 9)
 widths = st.one_of(st.integers(1, 70), st.sampled_from([128, 576, 1000]))
 
 
-@pytest.fixture(params=_cpu.available_isas(), autouse=True, scope="module")
+@pytest.fixture(params=_cpu.available_isas().floats, autouse=True, scope="module")
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     before, threads = _cpu.isa(), _cpu.num_threads()
     _cpu.choose_isa(request.param)

@@ -47,7 +47,7 @@ def _same_each_time() -> Iterator[None]:
     _cpu.set_threads(threads)
 
 
-@pytest.fixture(params=_cpu.available_isas())
+@pytest.fixture(params=_cpu.available_isas().integers)
 def isa(request: pytest.FixtureRequest) -> str:
     _cpu.choose_isa(request.param)
     return str(request.param)
@@ -130,7 +130,7 @@ def test_a_product_is_that_of_the_quantised_rows_and_weights(kind: str, data: st
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).to(dtype)
     layer = pack_quantized([weight])
     results = []
-    for isa in _cpu.available_isas():
+    for isa in _cpu.available_isas().integers:
         _cpu.choose_isa(isa)
         results.append(run(layer, x))
         assert_close(results[-1], expected(weight, x), weight, x)
@@ -187,6 +187,24 @@ def test_a_row_is_the_same_in_any_batch(isa: str, kind: str) -> None:
     for threads in (2, 3):
         _cpu.set_threads(threads)
         assert torch.equal(run(layer, x), everything)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("floats", _cpu.available_isas().floats)
+def test_which_instruction_set_of_integers_computes_does_not_show(floats: str, activation: str | None) -> None:
+    """Nor in what becomes of the sums: bias, residual, activation, and the product of gate and up."""
+    weights = [random_weight("q8_channel", 70, 256), random_weight("q4_32", 70, 8)]
+    bias, x, add = torch.randn(140), torch.randn(37, 256), torch.randn(37, 140)
+    plain = pack_quantized(weights, bias)
+    gated = torch_facade.Facade(CpuQuantizedWeight(KERNELS.runner, weights, None, True))
+    results: list[list[Tensor]] = []
+    for integers in _cpu.available_isas().integers:
+        _cpu.choose_isa(f"{floats}+{integers}")
+        assert (_cpu.float_isa(), _cpu.integer_isa()) == (floats, integers)
+        results.append([plain(x, dtype, add.clone(), activation) for dtype in (torch.float32, torch.bfloat16)])
+        if activation is not None:
+            results[-1] += [gated(x, dtype, None, activation) for dtype in (torch.float32, torch.bfloat16)]
+    assert all(torch.equal(*pair) for result in results for pair in zip(result, results[0], strict=True))
 
 
 def test_strides_parts_bias_and_rounding(isa: str) -> None:
@@ -279,7 +297,7 @@ def test_weights_are_quantised_to_the_nearest_codes(kind: str, group: int | None
     weight = torch.randn(19, 256).to(dtype)
     weight[3] = 0
     quantized = []
-    for isa in _cpu.available_isas():
+    for isa in _cpu.available_isas().integers:
         _cpu.choose_isa(isa)
         quantized.append(codes_of(weight, kind, group))
     result = quantized[0]

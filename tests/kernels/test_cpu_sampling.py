@@ -27,7 +27,7 @@ SIZES = (1, 2, 7, 16, 63, 64, 255, 256, 257, 500, 1023, 1024, 3000, 5003)
 sizes = st.one_of(st.sampled_from(SIZES), st.integers(1, 600))
 
 
-@pytest.fixture(params=_cpu.available_isas(), autouse=True, scope="module")
+@pytest.fixture(params=_cpu.available_isas().floats, autouse=True, scope="module")
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     before, threads = _cpu.isa(), _cpu.num_threads()
     _cpu.choose_isa(request.param)

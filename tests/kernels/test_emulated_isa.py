@@ -1,4 +1,4 @@
-"""The kernel tests once more, with the AVX-512 kernels: on a processor without it their instructions are emulated."""
+"""The kernel tests once more, with the AVX-512 and AVX-VNNI kernels: their instructions are emulated."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ import torch
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
 from tests.kernels import torch_facade  # noqa: E402
 
-EMULATED = ("avx512_bf16", "avx512")
+#: Of floats and of integers.
+EMULATED = {"FLOAT": ("avx512_bf16", "avx512"), "INTEGER": ("avx512_vnni", "avx_vnni", "avx512", "avx2")}
 _AVX2 = {"avx2", "fma"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 #: The processor's features, as Linux names them, without which the kernels would end the process.
-NEEDED = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": _AVX512 | {"avx512_bf16", "avx512_vnni"}, "generic": set()}
+NEEDED = {
+    "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "avx512_vnni": _AVX512 | {"avx512_vnni"},
+    "avx_vnni": _AVX2 | {"avx_vnni"},
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "generic": set(),
+}
 
 within_the_emulated_run = pytest.mark.skipif(
     "OCTAVO_EMULATED_RUN" not in os.environ, reason="needs the emulated kernels, which the slow test builds"
@@ -27,12 +35,15 @@ within_the_emulated_run = pytest.mark.skipif(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_kernel_tests_pass_with_emulated_avx512(rebuilt_kernels: Any) -> None:
-    if "avx2" not in _cpu.processor_isas():
+    if "avx2" not in _cpu.processor_isas().floats:
         pytest.skip("AVX-512 is emulated with AVX2, which this processor lacks")
-    module = rebuilt_kernels.build("-DOCTAVO_EMULATE=ON", f"-DOCTAVO_INSTRUCTION_SETS={';'.join(EMULATED)}")
+    sets = [f"-DOCTAVO_{kind}_SETS={';'.join(isas)}" for kind, isas in EMULATED.items()]
+    module = rebuilt_kernels.build("-DOCTAVO_EMULATE=ON", *sets)
     tests = [*sorted(Path(__file__).parent.glob("test_cpu_*.py")), Path(__file__)]
-    printed = rebuilt_kernels.run_tests(module, tests, {"OCTAVO_EMULATED_RUN": "1", "OCTAVO_CPU_ISA": EMULATED[0]})
-    for isa in EMULATED:
+    printed = rebuilt_kernels.run_tests(
+        module, tests, {"OCTAVO_EMULATED_RUN": "1", "OCTAVO_CPU_ISA": "avx512_bf16+avx512_vnni"}
+    )
+    for isa in {isa for isas in EMULATED.values() for isa in isas}:
         assert f"[{isa}" in printed, f"no test ran with the instruction set {isa}"
 
 
@@ -43,12 +54,23 @@ def test_no_instruction_set_is_offered_that_the_processor_lacks() -> None:
     if not flags:
         pytest.skip("needs the processor's features in /proc/cpuinfo")
     present = set(flags[0].split())
+    runs = _cpu.processor_isas()
     for isa, needed in NEEDED.items():
-        if isa in _cpu.processor_isas():
+        if isa in runs.floats or isa in runs.integers:
             assert needed <= present
         else:
             with pytest.raises(ValueError, match=f"cannot run the instruction set '{isa}'"):
                 _cpu.choose_isa(isa)
+
+
+def test_a_processor_with_the_features_is_offered_the_instruction_set() -> None:
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")] if cpuinfo.exists() else []
+    if not flags:
+        pytest.skip("needs the processor's features in /proc/cpuinfo")
+    runs, present = _cpu.processor_isas(), set(flags[0].split())
+    for isa, needed in NEEDED.items():
+        assert not needed <= present or isa in runs.floats or isa in runs.integers
 
 
 # ---- within the emulated run ----------------------------------------------------------------------------------------

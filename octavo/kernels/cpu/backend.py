@@ -46,10 +46,11 @@ class CpuKernels(Kernels):
     group: SharedMemoryCommunicator | HostCommunicator | None = None
 
     def __init__(self) -> None:
-        """Selects the best instruction set of this processor, or the one that ``OCTAVO_CPU_ISA`` names.
+        """Selects the best instruction sets of this processor, or those that ``OCTAVO_CPU_ISA`` names: as
+        "FLOATS+INTEGERS", or by one name for both kinds that have it, the other kind keeping its best.
 
         Raises:
-            ConfigError: this processor cannot run that instruction set.
+            ConfigError: there is no such instruction set, this processor cannot run it, or it was not compiled.
         """
         wanted = os.environ.get("OCTAVO_CPU_ISA")
         if wanted:
@@ -62,8 +63,9 @@ class CpuKernels(Kernels):
         self.set_threads(None)
 
     def describe(self) -> str:
-        """Name, instruction set and threads."""
-        return f"cpu ({cpu.isa()}, {cpu.num_threads()} threads{', pinned' if cpu.threads_pinned() else ''})"
+        """Name, instruction sets and threads."""
+        pinned = ", pinned" if cpu.threads_pinned() else ""
+        return f"cpu (float {cpu.float_isa()}, integer {cpu.integer_isa()}, {cpu.num_threads()} threads{pinned})"
 
     def set_threads(self, count: int | None, pin: bool = False) -> None:
         """Sets the threads of the kernels' pool."""
