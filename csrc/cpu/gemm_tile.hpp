@@ -103,6 +103,65 @@ OCTAVO_INLINE void accumulate_bf16(Tile& tile, F32 (&sums)[R][G * kVectors]) {
   tile.x = x;
 }
 
+#if defined(OCTAVO_AVX512) && !defined(OCTAVO_BF16)
+// The rows of a tile of x by a pointer for every three: those between are addressed by the stride and twice it.
+template <int R>
+class RowsByThrees {
+ public:
+  OCTAVO_INLINE RowsByThrees(const float* x, int64_t stride) : stride_(stride) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kBases; ++i) {
+      bases_[i] = x + 3 * i * stride;
+      asm("" : "+r"(bases_[i]));  // or GCC would see that they are one
+    }
+  }
+  OCTAVO_INLINE const float* row(int r) const { return bases_[r / 3] + r % 3 * stride_; }
+  OCTAVO_INLINE void advance(int64_t by) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kBases; ++i) bases_[i] += by;
+  }
+
+ private:
+  static constexpr int kBases = (R + 2) / 3;
+  const float* bases_[kBases];
+  int64_t stride_;
+};
+
+// As accumulate_bf16, for many rows of 512 bits. From one pointer GCC makes an offset for each row and each of the two k,
+// more than there are registers, and keeps some in those of vectors, from where they come through a port that multiply-adds
+// wait for.
+template <int R, int G, int Cache>
+OCTAVO_INLINE void accumulate_bf16_of_many_rows(Tile& tile, F32 (&sums)[R][G]) {
+  const char* line = static_cast<const char*>(tile.weights);
+  const char* ahead = tile.ahead;
+  RowsByThrees<R> x(tile.x, tile.x_stride);
+  for (int64_t pairs = tile.k / 2; pairs > 0; --pairs) {
+    F32 w[G];
+    fetch_ahead<G, Cache>(ahead, tile.group_bytes);
+#pragma GCC unroll 2
+    for (int k = 0; k < 2; ++k) {
+#pragma GCC unroll 16
+      for (int g = 0; g < G; ++g) {
+        const char* pairs_of_group = line + g * tile.group_bytes;
+        w[g] = k == 0 ? even_bf16(load_as<U32>(pairs_of_group)) : load_odd_bf16(pairs_of_group);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const F32 element = splat_anew(x.row(r) + k);
+#pragma GCC unroll 16
+        for (int g = 0; g < G; ++g) add_product(sums[r][g], element, w[g]);
+      }
+    }
+    line += 4 * kGroup;
+    ahead += tile.ahead_step;
+    x.advance(2);
+  }
+  tile.weights = line;
+  tile.ahead = ahead;
+  tile.x = x.row(0);
+}
+#endif
+
 #if defined(OCTAVO_BF16)
 template <int R, int G, int Cache>
 OCTAVO_INLINE void accumulate_pairs(Tile& tile, F32 (&sums)[R][G]) {
@@ -174,6 +233,11 @@ void run_tile(const Tile& tile, float* out) {
     else
 #if defined(OCTAVO_BF16)
       accumulate_pairs<R, G, Cache>(rest, sums);
+#elif defined(OCTAVO_AVX512)
+      if constexpr (R >= 6)
+        accumulate_bf16_of_many_rows<R, G, Cache>(rest, sums);
+      else
+        accumulate_bf16<R, G, Cache>(rest, sums);
 #else
       accumulate_bf16<R, G, Cache>(rest, sums);
 #endif
