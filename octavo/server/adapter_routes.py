@@ -34,7 +34,7 @@ async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> Adapte
     """Forgets an adapter; while requests use it that is refused, or with ``wait`` done when the last has ended."""
     service = operator_service(request)
     adapter = service.llm.adapters.named(body.lora_name)
-    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    deadline = service.deadline()
     await with_cancellation(request.receive, service.llm.remove_lora(adapter.number, wait=bool(body.wait)), deadline)
     logger.info("adapter %s unloaded", body.lora_name)
     return AdapterStatus(lora_name=body.lora_name, status="unloaded")

@@ -8,7 +8,7 @@ from fastapi import Query
 from starlette.requests import Request
 
 from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, OctavoError
-from octavo.server.api_errors import ApiError
+from octavo.server.api_errors import ApiError, invalid
 from octavo.server.protocol_admin import Replicas, ReplicaStatus, Sleeping
 from octavo.server.service import Service, operator_service, service_of
 
@@ -20,7 +20,7 @@ async def sleep(request: Request, level: int = 1) -> Sleeping:
     """
     service = operator_service(request)
     if level not in (1, 2):
-        raise ApiError(400, f"level must be 1 or 2, not {level}", param="level", code="invalid_value")
+        raise invalid("level", f"level must be 1 or 2, not {level}")
     try:
         await service.llm.sleep(level)
     except EngineDeadError:
@@ -39,7 +39,7 @@ async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] =
     try:
         await service.llm.wake_up(tags)
     except ConfigError as e:
-        raise ApiError(400, str(e), param="tags", code="invalid_value") from None
+        raise invalid("tags", str(e)) from None
     return Sleeping(is_sleeping=service.llm.is_sleeping)
 
 
@@ -59,7 +59,7 @@ async def drain(request: Request, replica: int) -> Replicas:
     try:
         await service.llm.drain_replica(replica)
     except ConfigError as e:
-        raise ApiError(400, str(e), param="replica", code="invalid_value") from None
+        raise invalid("replica", str(e)) from None
     except EngineStateError as e:
         raise ApiError(409, str(e), code="cannot_drain") from None
     return _replicas(service)
@@ -71,7 +71,7 @@ async def undrain(request: Request, replica: int) -> Replicas:
     try:
         await service.llm.undrain_replica(replica)
     except ConfigError as e:
-        raise ApiError(400, str(e), param="replica", code="invalid_value") from None
+        raise invalid("replica", str(e)) from None
     return _replicas(service)
 
 

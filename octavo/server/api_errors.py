@@ -81,14 +81,19 @@ def anthropic_error(error: ApiError) -> bytes:
     return json.dumps(body).encode()
 
 
-def wrong(where: str, message: str) -> ApiError:
+def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    """The error for the value of a field."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def wrong(where: str, message: str, code: str = "invalid_value") -> ApiError:
     """The error for a value at a place such as ``input[0].content``, whose first part is the field's name."""
-    return ApiError(400, f"{where}: {message}", param=re.split(r"[.[]", where, maxsplit=1)[0], code="invalid_value")
+    return invalid(re.split(r"[.[]", where, maxsplit=1)[0], f"{where}: {message}", code)
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """The error for a parameter that this server does not support."""
-    return ApiError(400, message, param=param, code="unsupported_parameter")
+    """The error for a field that this server does not support."""
+    return invalid(param, message, "unsupported_parameter")
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -96,7 +101,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (InvalidRequestError, TokenizerError)):
-        return ApiError(400, str(error), param=_param(str(error)), code="invalid_value")
+        return invalid(_param(str(error)), str(error))
     if isinstance(error, AdapterError):
         return _adapter_error(error)
     if isinstance(error, ClientLimitError):
@@ -202,7 +207,7 @@ def _adapter_error(error: AdapterError) -> ApiError:
         return ApiError(404, str(error), code="adapter_not_found")
     if isinstance(error, AdapterConflictError):
         return ApiError(409, str(error), code="adapter_conflict")
-    return ApiError(400, str(error), param=_param(str(error)), code="invalid_adapter")
+    return invalid(_param(str(error)), str(error), "invalid_adapter")
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:
@@ -212,4 +217,4 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     if where[0] == "body":
         message = "the body must be a JSON object, sent with Content-Type: application/json"
         return ApiError(400, message, code="invalid_json")
-    return ApiError(400, f"{where[-1]}: {first['msg']}", param=where[-1], code="invalid_value")
+    return invalid(where[-1], f"{where[-1]}: {first['msg']}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -33,7 +32,7 @@ from octavo.server.streaming import DONE, event
 async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
     """Answers a conversation, as one response or as a stream of events."""
     service = service_of(request)
-    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    deadline = service.deadline()
     pending = _PendingCompletion(await start_chat(service, request, body, prefix="chatcmpl"))
     return await pending.respond(request, body.stream, deadline)
 

@@ -14,7 +14,7 @@ from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.engine.tool_messages import CallFormat
 from octavo.grammar.closed_objects import closed
 from octavo.grammar.json_form import with_options
-from octavo.server.api_errors import ApiError, unsupported
+from octavo.server.api_errors import invalid, unsupported
 from octavo.server.middleware import client_of
 from octavo.server.service import Service
 from octavo.server.tool_parsers.grammar import CallGrammar
@@ -99,4 +99,4 @@ async def blame_tool(service: Service, request: Request, tools: RequestTools) ->
         except InvalidRequestError as e:
             place = f"tools[{tools.places[name]}].function.parameters"
             message = str(e).replace("structured_outputs.json", place, 1)
-            raise ApiError(400, message, param="tools", code="invalid_value") from None
+            raise invalid("tools", message) from None

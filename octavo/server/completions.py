@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from octavo.server.streaming import DONE, event
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Completes prompts: texts or token ids, one or many; as one response or as a stream of events."""
     service = service_of(request)
-    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    deadline = service.deadline()
     model = await service.model(body.model)
     if body.logprob_token_ids is not None and body.logprobs is None:
         body.logprobs = 0

@@ -8,7 +8,7 @@ from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import InvalidRequestError
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.structured_outputs import FORMS, TOO_COSTLY, UNUSABLE, StructuredOutputsParams, structured_outputs_of
-from octavo.server.api_errors import ApiError
+from octavo.server.api_errors import invalid
 from octavo.server.protocol_formats import FormFields, ResponseFormat
 
 #: Fields that mean the same as one of ``structured_outputs``.
@@ -58,15 +58,9 @@ def read_form(body: FormFields) -> Form | None:
                 options["whitespace_pattern"] = body.guided_whitespace_pattern or None
             found[field] = Form(field, _made(field, options))
     if len(found) > 1:
-        raise ApiError(
-            400,
-            f"{' and '.join(found)} each say the form of the answer; give one of them",
-            param=list(found)[-1],
-            code="invalid_value",
-        )
+        raise invalid(list(found)[-1], f"{' and '.join(found)} each say the form of the answer; give one of them")
     if body.guided_whitespace_pattern and "guided_json" not in found:
-        message = "guided_whitespace_pattern is allowed only with guided_json"
-        raise ApiError(400, message, param="guided_whitespace_pattern", code="invalid_value")
+        raise invalid("guided_whitespace_pattern", "guided_whitespace_pattern is allowed only with guided_json")
     return next(iter(found.values()), None)
 
 
@@ -96,16 +90,14 @@ def _of_response_format(given: ResponseFormat) -> Form | None:
     }
     for name, value in values.items():
         if value is not None and name not in fields.get(given.type, ()):
-            message = f"response_format.{name} is not of type {given.type!r}"
-            raise ApiError(400, message, param="response_format", code="invalid_value")
+            raise invalid("response_format", f"response_format.{name} is not of type {given.type!r}")
     if given.type == "json_object":
         if given.schema_ is not None:
             return Form("response_format.schema", StructuredOutputsParams(json=given.schema_))
         return Form("response_format", StructuredOutputsParams(json_object=True))
     if given.type == "json_schema":
         if given.json_schema is None or given.json_schema.schema_ in (None, False):
-            message = "response_format.json_schema.schema must be a JSON schema"
-            raise ApiError(400, message, param="response_format", code="invalid_value")
+            raise invalid("response_format", "response_format.json_schema.schema must be a JSON schema")
         params = StructuredOutputsParams(
             json=given.json_schema.schema_, disable_additional_properties=given.json_schema.strict or None
         )

@@ -21,7 +21,7 @@ from octavo.core.prompts import TokensPrompt
 from octavo.core.reasoning import ReasoningMarks
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
-from octavo.server.api_errors import ApiError, unsupported
+from octavo.server.api_errors import ApiError, invalid, unsupported
 from octavo.server.cancellation import cancel_tasks
 from octavo.server.formats import form_error, renamed
 from octavo.server.logging import log_fields, log_prompt
@@ -326,7 +326,7 @@ def _fitted(
     else:
         param = "prompt" if hasattr(body, "prompt") else "messages"
         message += f" tokens, which leaves no room for an answer; shorten the {param}"
-    raise ApiError(400, message, param=param, code="context_length_exceeded")
+    raise invalid(param, message, "context_length_exceeded")
 
 
 async def _merge_outputs(

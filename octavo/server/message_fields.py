@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from octavo.server.api_errors import ApiError, unsupported
+from octavo.server.api_errors import invalid, unsupported
 from octavo.server.protocol import ChatMessage
 from octavo.server.service import Service
 
@@ -27,7 +27,7 @@ def check_roles(messages: Sequence[ChatMessage], template: str) -> None:
         if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
             known = ", ".join(sorted(_ROLES))
             error = f"messages[{i}].role: {role[:100]!r} is none of {known}, and the chat template does not name it"
-            raise ApiError(400, error, param="messages", code="invalid_value")
+            raise invalid("messages", error)
 
 
 def further_fields(messages: Sequence[ChatMessage]) -> list[tuple[int, str]]:
@@ -52,7 +52,7 @@ def refuse_unread(service: Service, index: int, name: str) -> None:
     message = (
         f"messages[{index}].{name[:100]}: the field is unknown here and the model's chat template does not read it"
     )
-    raise ApiError(400, message, param="messages", code="unknown_parameter")
+    raise invalid("messages", message, "unknown_parameter")
 
 
 def check_variables(service: Service, known: Set[str], variables: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ def check_variables(service: Service, known: Set[str], variables: Mapping[str, A
             service.note_unknown(name)
             continue
         message = f"chat_template_kwargs: the chat template has no variable {name!r:.100}"
-        raise ApiError(400, message, param="chat_template_kwargs", code="unknown_parameter")
+        raise invalid("chat_template_kwargs", message, "unknown_parameter")
 
 
 def effort_variables(effort: str, known: Set[str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from octavo.core.errors import InvalidRequestError
 from octavo.core.prompts import TokensPrompt
 from octavo.engine.fill_in_middle import no_fill_in_middle
-from octavo.server.api_errors import ApiError, unsupported
+from octavo.server.api_errors import ApiError, invalid, unsupported
 from octavo.server.message_fields import (
     check_roles,
     check_variables,
@@ -35,7 +35,7 @@ async def read_prompts(service: Service, body: CompletionRequest) -> list[Tokens
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         given = [given]
     if not given:
-        raise ApiError(400, "prompt must not be an empty list", param="prompt", code="invalid_value")
+        raise invalid("prompt", "prompt must not be an empty list")
     limit = service.options.max_sequences_per_request
     if len(given) > limit:
         raise ApiError(400, f"prompt holds {len(given)} prompts; at most {limit} can be served at once", param="prompt")
@@ -107,12 +107,9 @@ async def encode(
 
 def _check_length(service: Service, length: int, param: str = "prompt") -> None:
     if length > service.max_prompt_chars:
-        raise ApiError(
-            400,
-            f"the {param} has {length} characters; at most {service.max_prompt_chars} can be served",
-            param=param,
-            code="context_length_exceeded",
-        )
+        has = "have" if param == "messages" else "has"
+        message = f"the {param} {has} {length} characters; at most {service.max_prompt_chars} can be served"
+        raise invalid(param, message, "context_length_exceeded")
 
 
 def truncated(prompt: TokensPrompt, limit: int, side: str) -> TokensPrompt:
@@ -146,13 +143,7 @@ async def render_chat(
     plain = [_as_dict(message) for message in messages]
     length = sum(len(str(message.get("content"))) + len(str(message.get("tool_calls", ""))) for message in plain)
     length += 0 if tools is None else len(str(tools))
-    if length > service.max_prompt_chars:
-        raise ApiError(
-            400,
-            f"the messages have {length} characters; at most {service.max_prompt_chars} can be served",
-            param="messages",
-            code="context_length_exceeded",
-        )
+    _check_length(service, length, "messages")
     fields = further_fields(messages)
     text, read = await template.render(plain, fields, options, short=length + 100 * len(plain) < _SHORT)
     for (index, name), is_read in zip(fields, read, strict=True):
@@ -168,8 +159,7 @@ def _template_options(
     continues = body.continue_final_message is True
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and opens:
-        message = "continue_final_message and add_generation_prompt exclude each other"
-        raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+        raise invalid("continue_final_message", "continue_final_message and add_generation_prompt exclude each other")
     variables = dict(body.chat_template_kwargs or {})
     for name in (
         "messages",
@@ -181,7 +171,7 @@ def _template_options(
     ):
         if name in variables:
             message = f"chat_template_kwargs must not hold {name}, which is a field of the request"
-            raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
+            raise invalid("chat_template_kwargs", message)
     if body.documents is not None:
         variables["documents"] = body.documents
     if variables:

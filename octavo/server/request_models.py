@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from octavo.server.api_errors import ApiError, unsupported
+from octavo.server.api_errors import ApiError, invalid, unsupported
 from octavo.server.field_marks import REFUSED
 from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
 from octavo.server.service import Service
@@ -101,13 +101,13 @@ def _told(kind: type[BaseModel], value: Any, errors: Sequence[ErrorDetails]) -> 
     place, field = _place(path), str(path[0])[:100]
     if error["type"] == "extra_forbidden":
         message = f"{place}: the field is unknown here" if len(path) > 1 else _unknown(kind, field)
-        return ApiError(400, message, param=field, code="unknown_parameter")
+        return invalid(field, message, "unknown_parameter")
     if error["type"] == REFUSED:
         return unsupported(field, f"{place} is not supported{error['msg']}")
     if error["type"] == "union_tag_invalid":
         name, tag, known = (str(error["ctx"][part]) for part in ("discriminator", "tag", "expected_tags"))
         return unsupported(field, f"{place}.{name.strip(chr(39))} is not supported: {tag[:100]!r} is none of {known}")
-    return ApiError(400, f"{place}: {_words(error)}", param=field, code="invalid_value")
+    return invalid(field, f"{place}: {_words(error)}")
 
 
 def _words(error: ErrorDetails) -> str:

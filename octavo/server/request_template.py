@@ -87,7 +87,7 @@ async def _queued(service: Service, request: Request, work: Callable[[], Corouti
     name = object()
     service.queue.enter({name: 0})
     try:
-        deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+        deadline = service.deadline()
         result: T = await with_cancellation(request.receive, work(), deadline)
         return result
     finally:

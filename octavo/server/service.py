@@ -18,7 +18,7 @@ from octavo.core.server_options import CHARS_PER_TOKEN, ServerOptions
 from octavo.engine.adapter_folder import AdapterResolver, find_by_name, make_resolver
 from octavo.engine.adapter_registry import Adapter, listed
 from octavo.engine.async_llm import AsyncLLM
-from octavo.server.api_errors import ApiError
+from octavo.server.api_errors import ApiError, invalid, unsupported
 from octavo.server.chat_formats import ChatFormats
 from octavo.server.metrics import Metrics
 from octavo.server.queue_limit import QueueLimit
@@ -70,6 +70,10 @@ class Service:
         """Longest prompt in characters; a longer one is refused without being tokenized."""
         return self.options.max_prompt_chars or CHARS_PER_TOKEN * self.llm.max_model_len
 
+    def deadline(self) -> float:
+        """When a request that begins now must have ended, on the loop's clock (``request_timeout``)."""
+        return asyncio.get_running_loop().time() + self.options.request_timeout
+
     @property
     def tasks(self) -> tuple[str, ...]:
         """What the model can do: "generate" and the tasks of ``PoolingParams``."""
@@ -86,7 +90,7 @@ class Service:
         except InvalidRequestError as e:
             # Clients shall not see where the server keeps the model.
             message = str(e).replace(repr(self.llm.config.model), repr(self.model_names[0]))
-            raise ApiError(400, message, param="model", code="unsupported_task") from None
+            raise invalid("model", message, "unsupported_task") from None
 
     async def model(self, wanted: str | None) -> ServedModel:
         """The model that a request names; an adapter that is not loaded yet is, if the resolver finds it.
@@ -174,7 +178,7 @@ class Service:
         """
         if self.options.unsupported_tools == "refuse":
             message = f"{where} is not supported: its type is {kind[:100]!r}; only tools of the client can be used"
-            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+            raise unsupported("tools", message)
         self._log_once(f"requests offer tools that this server cannot run, which are left out: type {kind[:100]!r}")
 
     def note_unknown(self, name: str) -> None:

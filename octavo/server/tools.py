@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from octavo.server.api_errors import ApiError, unsupported
+from octavo.server.api_errors import invalid, unsupported
 from octavo.server.protocol_tools import Tool, ToolChoice
 
 #: Most functions, as OpenAI's API has it.
@@ -53,12 +53,12 @@ def read_tools(
     """
     given = tools or []
     if len(given) > MAX_TOOLS:
-        raise _wrong("tools", f"tools has {len(given)} functions; at most {MAX_TOOLS} are served")
+        raise invalid("tools", f"tools has {len(given)} functions; at most {MAX_TOOLS} are served")
     schemas: dict[str, Mapping[str, Any]] = {}
     for i, tool in enumerate(given):
         name = _checked_name(tool, i)
         if name in schemas:
-            raise _wrong("tools", f"tools[{i}].function.name: there are two functions {name!r}")
+            raise invalid("tools", f"tools[{i}].function.name: there are two functions {name!r}")
         schemas[name] = _checked_schema(tool, i)
     choice, names = _choice(tool_choice, list(schemas))
     if choice == "none":
@@ -78,7 +78,7 @@ def _checked_name(tool: Tool, index: int) -> str:
         raise unsupported("tools", f"tools[{index}].type {tool.type!r:.100} is not supported: tools are functions")
     name = tool.function.name
     if not _NAME.fullmatch(name):
-        raise _wrong(
+        raise invalid(
             "tools", f"tools[{index}].function.name must be 1 to 64 letters, digits, _ and -, not {name!r:.100}"
         )
     return name
@@ -91,7 +91,7 @@ def _checked_schema(tool: Tool, index: int) -> Mapping[str, Any]:
     if not schema:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if schema.get("type", "object") != "object":
-        raise _wrong("tools", f"{place}.type must be 'object', as arguments are one, not {schema['type']!r:.100}")
+        raise invalid("tools", f"{place}.type must be 'object', as arguments are one, not {schema['type']!r:.100}")
     _check_schema(schema, place, 0)
     return {"type": "object", **schema}
 
@@ -101,27 +101,27 @@ def _check_schema(schema: object, place: str, depth: int) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        raise _wrong("tools", f"{place} must be a JSON schema, an object, not {schema!r:.100}")
+        raise invalid("tools", f"{place} must be a JSON schema, an object, not {schema!r:.100}")
     if depth > _MAX_DEPTH:
-        raise _wrong("tools", f"{place} is nested more than {_MAX_DEPTH} levels deep")
+        raise invalid("tools", f"{place} is nested more than {_MAX_DEPTH} levels deep")
     types = schema.get("type", [])
     for kind in types if isinstance(types, list) else [types]:
         if not isinstance(kind, str) or kind not in _TYPES:
-            raise _wrong("tools", f"{place}.type must be a type of JSON, not {kind!r:.100}")
+            raise invalid("tools", f"{place}.type must be a type of JSON, not {kind!r:.100}")
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise _wrong("tools", f"{place}.required must be a list of names, not {required!r:.100}")
+        raise invalid("tools", f"{place}.required must be a list of names, not {required!r:.100}")
     for key in _SCHEMA:
         if key in schema and not (key == "items" and isinstance(schema[key], list)):
             _check_schema(schema[key], f"{place}.{key}", depth + 1)
     for key in _SCHEMAS:
         if not isinstance(schema.get(key, []), list):
-            raise _wrong("tools", f"{place}.{key} must be a list of schemas, not {schema[key]!r:.100}")
+            raise invalid("tools", f"{place}.{key} must be a list of schemas, not {schema[key]!r:.100}")
         for k, part in enumerate(schema.get(key, [])):
             _check_schema(part, f"{place}.{key}[{k}]", depth + 1)
     for key in _NAMED_SCHEMAS:
         if not isinstance(schema.get(key, {}), dict):
-            raise _wrong("tools", f"{place}.{key} must map names to schemas, not {schema[key]!r:.100}")
+            raise invalid("tools", f"{place}.{key} must map names to schemas, not {schema[key]!r:.100}")
         for name, part in schema.get(key, {}).items():
             _check_schema(part, f"{place}.{key}.{name}", depth + 1)
 
@@ -135,20 +135,20 @@ def _choice(
     if given == "none":
         return "none", []
     if not names:
-        raise _wrong("tool_choice", "tool_choice is allowed only with tools")
+        raise invalid("tool_choice", "tool_choice is allowed only with tools")
     if given == "required":
         return "required", names
     if isinstance(given, str):
-        raise _wrong("tool_choice", f"tool_choice must be none, auto, required or an object, not {given!r:.100}")
+        raise invalid("tool_choice", f"tool_choice must be none, auto, required or an object, not {given!r:.100}")
     if given.type == "function" and given.function is not None:
         return "named", _known([given.function.name], names)
     if given.type == "allowed_tools" and given.allowed_tools is not None:
         allowed = given.allowed_tools
         wanted = _known([tool.function.name for tool in allowed.tools if tool.function is not None], names)
         if not wanted:
-            raise _wrong("tool_choice", "tool_choice.allowed_tools.tools must name a function")
+            raise invalid("tool_choice", "tool_choice.allowed_tools.tools must name a function")
         return allowed.mode, [name for name in names if name in wanted]
-    raise _wrong(
+    raise invalid(
         "tool_choice",
         'tool_choice must be {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", '
         f'"allowed_tools": {{"mode": ..., "tools": [...]}}}}; its type is {given.type!r:.100}',
@@ -158,7 +158,7 @@ def _choice(
 def _known(wanted: list[str], names: list[str]) -> list[str]:
     for name in wanted:
         if name not in names:
-            raise _wrong("tool_choice", f"tool_choice names the function {name!r:.100}, which is not among tools")
+            raise invalid("tool_choice", f"tool_choice names the function {name!r:.100}, which is not among tools")
     return wanted
 
 
@@ -166,7 +166,3 @@ def _plain(tool: Tool) -> dict[str, Any]:
     """A tool as templates expect it: without what the request leaves out."""
     function = {name: value for name, value in tool.function if value is not None and name != "strict"}
     return {"type": "function", "function": {**function, **(tool.function.model_extra or {})}}
-
-
-def _wrong(param: str, message: str) -> ApiError:
-    return ApiError(400, message, param=param, code="invalid_value")

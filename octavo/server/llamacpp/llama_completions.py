@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Literal
@@ -72,7 +71,7 @@ async def _joined(service: Service, parts: list[Any]) -> list[int]:
 
 async def _respond(request: Request, body: LlamaFields, prompt: dict[str, Any], *, several: bool) -> Response:
     service = service_of(request)
-    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    deadline = service.deadline()
     model = await service.model(body.model)
     completion = read_model(CompletionRequest, {**_fields(body), **prompt}, service)
     prompts = await read_prompts(service, completion)

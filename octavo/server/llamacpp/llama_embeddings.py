@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from pydantic import Field
@@ -42,7 +41,7 @@ class LlamaVector(ResponseModel):
 async def embed(request: Request, body: LlamaEmbeddingRequest) -> Response:
     """The vectors of texts or token ids, one or many."""
     service = service_of(request)
-    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    deadline = service.deadline()
     model = await service.model(body.model)
     if body.embd_normalize not in (None, 2, -1):
         raise wrong("embd_normalize", f"it must be 2 or -1, not {body.embd_normalize}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 
 from starlette.requests import Request
@@ -38,7 +37,7 @@ from octavo.server.tools import read_tools
 async def create_message(request: Request, body: MessagesRequest) -> Response:
     """Answers a conversation, as one message or as a stream of events."""
     service = service_of(request)
-    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    deadline = service.deadline()
     with renamed_errors(chats.RENAMED):
         chat = await beside_loop(request, _chat, service, body)
         pending = _PendingMessage(await start_chat(service, request, chat, prefix="msg"), body.max_tokens)

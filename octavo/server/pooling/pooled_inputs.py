@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from octavo.core.prompts import Prompt
-from octavo.server.api_errors import ApiError, wrong
+from octavo.server.api_errors import invalid, wrong
 from octavo.server.pooling.pooled_fields import PooledTexts
 from octavo.server.prompt_fields import render_chat
 from octavo.server.request_template import choose
@@ -54,7 +54,7 @@ async def read_texts(
     """
     given: Any = body.input
     if (given is None) == (body.messages is None):
-        raise ApiError(400, "give input or messages, one of them", param="input", code="invalid_value")
+        raise invalid("input", "give input or messages, one of them")
     if body.messages is not None:
         text = await _written(service, request, body)
         single = PooledInput("messages", {"prompt": text})
@@ -105,10 +105,10 @@ def check_number(service: Service, field: str, count: int) -> None:
     """
     limit = service.options.max_inputs_per_request
     if not count:
-        raise ApiError(400, f"{field} must not be an empty list", param=field, code="invalid_value")
+        raise invalid(field, f"{field} must not be an empty list")
     if count > limit:
         message = f"{field} holds {count} inputs; at most {limit} are served at once: send them in several requests"
-        raise ApiError(400, message, param=field, code="too_many_inputs")
+        raise invalid(field, message, "too_many_inputs")
 
 
 async def _written(service: Service, request: Request, body: PooledTexts) -> str:
@@ -168,8 +168,7 @@ async def _tokenized(
     """
     limit = service.llm.max_model_len
     if truncate == 0:
-        message = "truncate_prompt_tokens must be -1 or at least 1, not 0"
-        raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, not 0")
     most = limit if truncate == -1 else truncate
     texts = [each for each in inputs if "prompt_token_ids" not in each.prompt]
     sizes = [len(each.prompt["prompt"]) for each in texts]
@@ -203,7 +202,7 @@ async def _beside_loop(size: int, call: Any, *args: Any) -> Any:
 def _check_chars(service: Service, place: str, size: int) -> None:
     if size > service.max_prompt_chars:
         message = f"it has {size} characters; at most {service.max_prompt_chars} can be served, {_HOW_TO_CUT}"
-        raise _too_long(place, message)
+        raise wrong(place, message, "context_length_exceeded")
 
 
 def _check_tokens(service: Service, each: PooledInput, limit: int) -> None:
@@ -215,13 +214,8 @@ def _check_tokens(service: Service, each: PooledInput, limit: int) -> None:
         if not 0 <= token < vocab_size:
             raise wrong(each.place, f"token ids are integers from 0 to {vocab_size - 1}, not {token}")
     if len(ids) > limit:
-        raise _too_long(each.place, f"it has {len(ids)} tokens; the model takes at most {limit}, {_HOW_TO_CUT}")
+        message = f"it has {len(ids)} tokens; the model takes at most {limit}, {_HOW_TO_CUT}"
+        raise wrong(each.place, message, "context_length_exceeded")
 
 
 _HOW_TO_CUT = "and truncate_prompt_tokens=-1 cuts it there"
-
-
-def _too_long(place: str, message: str) -> ApiError:
-    error = wrong(place, message)
-    error.code = "context_length_exceeded"
-    return error

@@ -20,7 +20,7 @@ from octavo.core.outputs import CompletionOutput
 from octavo.core.pooling_outputs import Pooled
 from octavo.core.pooling_params import PoolingParams
 from octavo.core.request_options import RequestOptions
-from octavo.server.api_errors import ApiError
+from octavo.server.api_errors import ApiError, invalid
 from octavo.server.cancellation import with_cancellation
 from octavo.server.logging import log_fields, log_prompt
 from octavo.server.middleware import client_of
@@ -165,7 +165,7 @@ class PooledRun:
             raise ApiError(503, message, kind="server_error", code="aborted")
         param = each.place.partition("[")[0]
         if end.finish_reason == "ignored" or end.exceeds_kv_cache:
-            raise ApiError(400, f"{each.place}: {error}", param=param, code="context_length_exceeded")
+            raise invalid(param, f"{each.place}: {error}", "context_length_exceeded")
         if end.adapter_failed and self.model.adapter is not None:
             raise AdapterConflictError(self.service.without_path(error, self.model.name))
         logger.error("request %s failed: %s", output.request_id, error)

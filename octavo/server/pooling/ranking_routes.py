@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -10,7 +9,7 @@ from starlette.responses import Response
 
 from octavo.core.pooling_outputs import Pooled
 from octavo.core.pooling_params import PoolingParams
-from octavo.server.api_errors import ApiError, wrong
+from octavo.server.api_errors import invalid, wrong
 from octavo.server.pooling.pooled_fields import PooledFields, RerankRequest, ScoreRequest, Texts
 from octavo.server.pooling.pooled_inputs import Pairs, check_number, read_pairs
 from octavo.server.pooling.pooled_run import PooledRun
@@ -24,7 +23,7 @@ COHERE = "/v2/rerank"
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """How well documents fit a query, the best first: in one answer the forms of Jina's and of Cohere's API."""
     service = service_of(request)
-    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    deadline = service.deadline()
     model = await service.model(body.model)
     query = body.query if isinstance(body.query, str) else body.query.text
     documents = [each if isinstance(each, str) else each.text for each in body.documents]
@@ -54,7 +53,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 async def score(request: Request, body: ScoreRequest) -> Response:
     """How well texts fit: one with each of several, or pairs."""
     service = service_of(request)
-    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    deadline = service.deadline()
     model = await service.model(body.model)
     first_name, first = _one_of(body, "text_1", "queries", "data_1")
     second_name, second = _one_of(body, "text_2", "documents", "data_2")
@@ -63,7 +62,7 @@ async def score(request: Request, body: ScoreRequest) -> Response:
         _check_texts({f"{name}[{i}]": text for i, text in enumerate(texts)})
     if len(first) not in (1, len(second)):
         message = f"{first_name} has {len(first)} texts and {second_name} {len(second)}: give one, or as many"
-        raise ApiError(400, message, param=first_name, code="invalid_value")
+        raise invalid(first_name, message)
     first = first * len(second) if len(first) == 1 else first
     places = [f"{second_name}[{i}]" for i in range(len(second))]
     pairs = await read_pairs(service, list(zip(first, second, strict=True)), places, body.truncate_prompt_tokens)
@@ -98,7 +97,7 @@ def _one_of(body: ScoreRequest, *names: str) -> tuple[str, list[str]]:
     given: dict[str, Texts] = {name: value for name in names if (value := getattr(body, name)) is not None}
     if len(given) != 1:
         what = "one of them" if given else "it is missing"
-        raise ApiError(400, f"{' or '.join(given or names)}: {what}", param=names[0], code="invalid_value")
+        raise invalid(names[0], f"{' or '.join(given or names)}: {what}")
     [(name, texts)] = given.items()
     return name, [texts] if isinstance(texts, str) else list(texts)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.pooling_outputs import Pooled
 from octavo.core.pooling_params import PoolingParams, PoolingTask
-from octavo.server.api_errors import ApiError, wrong
+from octavo.server.api_errors import invalid, wrong
 from octavo.server.pooling.pooled_fields import ClassificationRequest, EmbeddingRequest, PoolingRequest
 from octavo.server.pooling.pooled_inputs import read_texts
 from octavo.server.pooling.pooled_run import Answer, PooledRun, results
@@ -29,7 +27,7 @@ _PROMPT_NAMES = {
 async def create_embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """The vectors of texts or token ids, one or many."""
     service = service_of(request)
-    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    deadline = service.deadline()
     model = await service.model(body.model)
     inputs = await read_texts(service, request, body, _prompt_name(service, body), named=True)
     run = PooledRun(request, body, model, _params(body, "embed"), inputs, "embd")
@@ -40,7 +38,7 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
 async def pool(request: Request, body: PoolingRequest) -> Response:
     """What the model makes of texts or token ids: by default of each token."""
     service = service_of(request)
-    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    deadline = service.deadline()
     model = await service.model(body.model)
     task = body.task or _by_token(service)
     service.require(task)
@@ -52,7 +50,7 @@ async def pool(request: Request, body: PoolingRequest) -> Response:
 async def classify(request: Request, body: ClassificationRequest) -> Response:
     """The class scores of texts or token ids."""
     service = service_of(request)
-    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    deadline = service.deadline()
     model = await service.model(body.model)
     params = PoolingParams(
         truncate_prompt_tokens=body.truncate_prompt_tokens, use_activation=body.use_activation, task="classify"
@@ -104,7 +102,7 @@ def _prompt_name(service: Service, body: EmbeddingRequest) -> str | None:
     """
     kind, prompts = body.input_type, service.llm.model_config.pooler.prompts
     if body.prompt_name is not None and kind is not None:
-        raise ApiError(400, "prompt_name and input_type exclude each other", param="input_type", code="invalid_value")
+        raise invalid("input_type", "prompt_name and input_type exclude each other")
     if kind is None or kind in prompts:
         return body.prompt_name or kind
     meant = next((names for names in _PROMPT_NAMES.values() if kind in names), None)

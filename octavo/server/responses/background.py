@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from octavo.server.api_errors import ApiError, as_api_error
+from octavo.server.api_errors import ApiError, as_api_error, invalid
 from octavo.server.pending_response import Event, encode_event
 from octavo.server.renamed_chat import renamed_outputs
 from octavo.server.responses.pending_answer import PendingAnswer, encoded
@@ -58,7 +58,7 @@ class BackgroundResponse(Run):
         self._store.put(self.id, pending.stored(self))
         if self.id not in self._store:
             message = "the response has no room in this server's memory of responses (max_stored_response_bytes)"
-            raise ApiError(400, message, param="background", code="too_large")
+            raise invalid("background", message, "too_large")
         return first
 
     def encode(self) -> bytes:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.server.api_errors import ApiError, unsupported, wrong
+from octavo.server.api_errors import invalid, unsupported, wrong
 from octavo.server.middleware import owner_of
 from octavo.server.responses import response_request as chats
 from octavo.server.responses.background import BackgroundResponse
@@ -27,7 +26,7 @@ _GRACE = 10.0
 async def create_response(request: Request, body: ResponsesRequest) -> Response:
     """Answers an input, as one response or as a stream of events, or at once with a response that is made later."""
     service = service_of(request)
-    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    deadline = service.deadline()
     _check_storing(service, body)
     given = await read_input(service, request, body)
     chat = await chats.start(service, request, body, given.messages, given.tools)
@@ -55,7 +54,7 @@ async def retrieve_response(
     if found.run is None or not found.run.keeps_events:
         message = "events are kept of responses that were made with background=true and stream=true; get this one whole"
         raise unsupported("stream", f"stream is not supported: {message}")
-    deadline = asyncio.get_running_loop().time() + service.options.request_timeout + _GRACE
+    deadline = service.deadline() + _GRACE
     return EventStream(found.run.follow(-1 if starting_after is None else starting_after), deadline)
 
 
@@ -65,7 +64,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     run = responses.get(response_id, owner_of(request)).run
     if run is None:
         message = "only a response that was made with background=true can be cancelled; others end with the connection"
-        raise ApiError(400, message, param="response_id", code="not_in_background")
+        raise invalid("response_id", message, "not_in_background")
     await run.stop()
     return _shown(responses.get(response_id, owner_of(request)))
 
