@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
+from collections.abc import Mapping
+from typing import Any
 
 from octavo.server.api_errors import ApiError
 
@@ -34,16 +37,7 @@ def _one(body: bytes, name: str, max_bytes: int) -> bytes:
         known = ", ".join(("gzip", "deflate", "zstd"))
         message = f"Content-Encoding {name[:50]!r} is not known here; send the body as it is, or as {known}"
         raise ApiError(415, message, code="unsupported_encoding")
-    decoder = zlib.decompressobj(_ZLIB[name])
-    try:
-        result = decoder.decompress(body, max_bytes + 1)
-    except zlib.error:
-        raise _broken(name) from None
-    if len(result) > max_bytes:
-        raise _too_large(max_bytes)
-    if not decoder.eof:
-        raise _broken(name)
-    return result
+    return _decoded(zlib.decompressobj(_ZLIB[name]), zlib.error, body, name, max_bytes)
 
 
 def _zstd(body: bytes, max_bytes: int) -> bytes:
@@ -52,22 +46,23 @@ def _zstd(body: bytes, max_bytes: int) -> bytes:
     except ImportError:
         message = "Content-Encoding 'zstd' needs a server with Python 3.14; send the body as it is, or in gzip"
         raise ApiError(415, message, code="unsupported_encoding") from None
-    decoder = zstd.ZstdDecompressor()
-    try:
-        result: bytes = decoder.decompress(body, max_bytes + 1)
-    except zstd.ZstdError:
-        raise _broken("zstd") from None
-    if len(result) > max_bytes:
-        raise _too_large(max_bytes)
-    if not decoder.eof:
-        raise _broken("zstd")
+    return _decoded(zstd.ZstdDecompressor(), zstd.ZstdError, body, "zstd", max_bytes)
+
+
+def _decoded(decoder: Any, error: type[Exception], body: bytes, name: str, max_bytes: int) -> bytes:
+    """What a decoder, which raises ``error``, makes of a body in its encoding."""
+    result: bytes | None = None
+    with contextlib.suppress(error):
+        result = decoder.decompress(body, max_bytes + 1)
+    if result is not None and len(result) > max_bytes:
+        raise body_too_large(max_bytes)
+    if result is None or not decoder.eof:
+        message = f"the body is not whole, or not in its Content-Encoding ({name})"
+        raise ApiError(400, message, code="invalid_encoding")
     return result
 
 
-def _broken(name: str) -> ApiError:
-    return ApiError(400, f"the body is not whole, or not in its Content-Encoding ({name})", code="invalid_encoding")
-
-
-def _too_large(max_bytes: int) -> ApiError:
+def body_too_large(max_bytes: int, headers: Mapping[str, str] | None = None) -> ApiError:
+    """The error for a body of more bytes than the option ``max_body_bytes`` allows."""
     message = f"the body is larger than the {max_bytes} bytes that this server takes (max_body_bytes)"
-    return ApiError(413, message, code="body_too_large")
+    return ApiError(413, message, code="body_too_large", headers=headers)

@@ -6,7 +6,6 @@ asyncio's own way to accept goes on trying when descriptors have run out, and lo
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import os
 import resource
@@ -18,6 +17,7 @@ from collections.abc import Callable
 
 from octavo.core.server_options import ServerOptions
 from octavo.server.http_protocol import HttpProtocol
+from octavo.server.middleware import network_of
 
 logger = logging.getLogger("octavo.server")
 
@@ -90,7 +90,7 @@ class Acceptor:
                 self._retry = self._loop.call_later(_RETRY, self._resume)
                 self._log(f"no connection can be accepted: {e.strerror}; tried again when another closes")
                 return
-            self._take(connection, client_of(peer[0]))
+            self._take(connection, network_of(peer[0]))
 
     def _take(self, connection: socket.socket, client: str) -> None:
         if self._by_address[client] >= self._limit_by_address:
@@ -147,16 +147,6 @@ class Acceptor:
         self._next_line = now + LOG_INTERVAL
         times, self._untold = self._untold, 0
         logger.warning("%s", line, extra={"fields": {"times": times}})
-
-
-def client_of(address: str) -> str:
-    """What counts as one address: an IPv4 address; of IPv6 its first 64 bits, as a client has all addresses in them."""
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv4Address):
-        return address
-    if ip.ipv4_mapped is not None:
-        return str(ip.ipv4_mapped)
-    return str(ipaddress.IPv6Network((ip, 64), strict=False))
 
 
 def connection_limits(options: ServerOptions) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server import logging as server_logging
 from octavo.server.api_errors import ApiError, as_api_error
-from octavo.server.compressed_bodies import decompressed
+from octavo.server.compressed_bodies import body_too_large, decompressed
 from octavo.server.metrics import Metrics
 
 #: Paths that need no key, as load balancers probe them; they reveal nothing about users.
@@ -114,7 +114,7 @@ class BodyLimitMiddleware:
             headers["content-type"] = "application/json"
         try:
             if length.isdecimal() and int(length[:20]) > self._max_bytes:
-                raise self._too_large()
+                raise body_too_large(self._max_bytes, _CLOSE)
             body = await self._read(receive)
             if body and (encoding := headers.get("content-encoding")):
                 body = decompressed(body, encoding, self._max_bytes)
@@ -144,15 +144,11 @@ class BodyLimitMiddleware:
                         return None
                     body += message.get("body", b"")
                     if len(body) > self._max_bytes:
-                        raise self._too_large()
+                        raise body_too_large(self._max_bytes, _CLOSE)
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
             raise ApiError(408, f"the body was not complete within {self._timeout:g} seconds", headers=_CLOSE) from None
-
-    def _too_large(self) -> ApiError:
-        message = f"the body is larger than the {self._max_bytes} bytes that this server takes (max_body_bytes)"
-        return ApiError(413, message, code="body_too_large", headers=_CLOSE)
 
 
 #: Headers of responses to requests that were not read completely.
@@ -204,16 +200,16 @@ def owner_of(request: Request) -> str:
 
 
 def client_of(request: Request) -> str:
-    """Names who sends a request: its API key, or its address where no key is needed.
+    """Names who sends a request: its API key, or its address where no key is needed (``network_of``)."""
+    return owner_of(request) or network_of(request.client.host if request.client else "")
 
-    A network of IPv6 counts as one address, as its hosts have more of them than can be told apart.
-    """
-    if owner := owner_of(request):
-        return owner
-    address = request.client.host if request.client else ""
+
+def network_of(address: str) -> str:
+    """What counts as one address: an IPv4 address; of IPv6 its first 64 bits, as a client has all addresses in them."""
     if ":" not in address:
         return address
-    return str(ipaddress.ip_network(f"{address.partition('%')[0]}/64", strict=False))
+    ip = ipaddress.IPv6Address(address.partition("%")[0])
+    return str(ip.ipv4_mapped or ipaddress.IPv6Network((ip, 64), strict=False))
 
 
 def _digest(key: bytes) -> bytes:

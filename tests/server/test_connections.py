@@ -17,7 +17,8 @@ from uvicorn.server import ServerState
 from octavo.core.server_options import ServerOptions
 from octavo.server import listener
 from octavo.server.http_protocol import HttpProtocol
-from octavo.server.listener import Acceptor, client_of, connection_limits
+from octavo.server.listener import Acceptor, connection_limits
+from octavo.server.middleware import network_of
 from tests.busy_machine import PATIENCE
 from tests.server.running_server import Running
 
@@ -225,7 +226,7 @@ def test_without_descriptors_nothing_is_accepted_until_one_is_free(
     ],
 )
 def test_addresses_of_one_client(one: str, other: str, same: bool) -> None:
-    assert (client_of(one) == client_of(other)) is same
+    assert (network_of(one) == network_of(other)) is same
 
 
 def test_limits_fit_the_descriptors(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

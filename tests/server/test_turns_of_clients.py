@@ -127,6 +127,7 @@ def test_a_client_is_an_api_key_or_an_address() -> None:
     assert sent("10.0.0.1", api_key="x") == sent("10.0.0.2", api_key="x") == "x"
     assert sent("2001:db8::1") == sent("2001:db8::ffff:2") != sent("2001:db8:0:1::1")
     assert sent("fe80::1%eth0") == sent("fe80::2")
+    assert sent("::ffff:10.0.0.1") == sent("10.0.0.1") != sent("::ffff:10.0.0.2")
     assert client_of(Request({"type": "http", "client": None})) == ""
 
 
