@@ -25,8 +25,6 @@ class RequestStream:
         """``on_close`` aborts the request unless it has ended."""
         self.request = request
         self._on_close = on_close
-        #: Whether any of its output was taken.
-        self.has_given = False
         self._unread = self._ended = False
         self._error: OctavoError | None = None
         self._changed = asyncio.Event()
@@ -43,7 +41,6 @@ class RequestStream:
             self._changed.clear()
             await self._changed.wait()
         self._unread = False
-        self.has_given = True
         output = self.request.take()
         self._ended = output.finished
         return output

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from starlette.requests import Request
+
 from octavo.core.errors import InvalidRequestError
 from octavo.core.prompts import TokensPrompt
 from octavo.engine.fill_in_middle import no_fill_in_middle
@@ -18,8 +20,9 @@ from octavo.server.message_fields import (
     refuse_unread,
 )
 from octavo.server.protocol import ChatMessage, CompletionRequest, Prediction, TemplateOptions
-from octavo.server.request_template import RequestTemplate
+from octavo.server.request_template import RequestTemplate, choose
 from octavo.server.service import Service
+from octavo.server.tools import read_tools
 
 #: Up to this many characters are tokenized in well under a millisecond, and not in a thread.
 _SHORT = 2000
@@ -118,6 +121,19 @@ def truncated(prompt: TokensPrompt, limit: int, side: str) -> TokensPrompt:
     if len(ids) <= limit:
         return prompt
     return TokensPrompt(prompt_token_ids=ids[:limit] if side == "right" else ids[-limit:])
+
+
+async def write_conversation(
+    service: Service, request: Request, messages: Sequence[ChatMessage], body: TemplateOptions
+) -> str:
+    """The text of a conversation, with the tools and the template that the body names.
+
+    Raises:
+        ApiError, InvalidRequestError, TokenizerError: as ``read_tools``, ``choose`` and ``render_chat``.
+    """
+    tools = read_tools(body.tools).shown
+    template = await choose(service, request, body, has_tools=tools is not None)
+    return await render_chat(service, template, messages, body, tools)
 
 
 async def render_chat(

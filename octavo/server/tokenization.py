@@ -9,7 +9,7 @@ from octavo.engine.text_stream import TextStream
 from octavo.engine.tokenizer import Tokenizer
 from octavo.server.api_errors import ApiError
 from octavo.server.large_bodies import beside_loop
-from octavo.server.prompt_fields import encode, render_chat
+from octavo.server.prompt_fields import encode, write_conversation
 from octavo.server.protocol_admin import (
     Detokenized,
     DetokenizeRequest,
@@ -19,9 +19,7 @@ from octavo.server.protocol_admin import (
     TokenizerInfo,
     TokenPiece,
 )
-from octavo.server.request_template import choose
 from octavo.server.service import Service, service_of
-from octavo.server.tools import read_tools
 
 #: Up to this many tokens are decoded in well under a millisecond.
 _SHORT = 1000
@@ -37,9 +35,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         return await _tokenized_content(service, body, body.content)
     limit = service.llm.max_model_len
     if body.messages is not None:
-        tools = read_tools(body.tools).shown
-        template = await choose(service, request, body, has_tools=tools is not None)
-        text = await render_chat(service, template, body.messages, body, tools)
+        text = await write_conversation(service, request, body.messages, body)
         [ids] = await encode(service, [text], body.add_special_tokens is True)
         response = Tokenized(tokens=ids, count=len(ids), max_model_len=limit, prompt=text)
     else:

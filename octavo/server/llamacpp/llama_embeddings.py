@@ -9,12 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.pooling_outputs import Pooled
-from octavo.core.pooling_params import PoolingParams
 from octavo.server.api_errors import wrong
 from octavo.server.field_marks import refused
 from octavo.server.pooling.pooled_fields import Input, PooledTexts
 from octavo.server.pooling.pooled_inputs import read_texts
-from octavo.server.pooling.pooled_run import PooledRun, results
+from octavo.server.pooling.pooled_run import PooledRun, pooling_params, results
 from octavo.server.pooling.pooling_json import encode_object
 from octavo.server.protocol_base import Int, ResponseModel
 from octavo.server.service import service_of
@@ -49,9 +48,10 @@ async def embed(request: Request, body: LlamaEmbeddingRequest) -> Response:
         if body.input is not None:
             raise wrong("content", "content and input exclude each other")
         body.input = body.content
-    normalized = body.use_activation if body.embd_normalize is None else body.embd_normalize == 2
-    params = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens, use_activation=normalized, task="embed")
-    run = PooledRun(request, body, model, params, await read_texts(service, request, body, named=True), "embd")
+    if body.embd_normalize is not None:
+        body.use_activation = body.embd_normalize == 2
+    inputs = await read_texts(service, request, body, named=True)
+    run = PooledRun(request, body, model, pooling_params(body, "embed"), inputs, "embd")
 
     def answer(outputs: list[Pooled]) -> bytes:
         return encode_object([{"index": i, "embedding": [row.tolist()]} for i, row in enumerate(results(outputs))])

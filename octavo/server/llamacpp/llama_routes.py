@@ -9,10 +9,8 @@ from starlette.requests import Request
 from octavo import __version__
 from octavo.server.llamacpp.llama_completions import complete, infill
 from octavo.server.llamacpp.llama_protocol import AppliedTemplate, ApplyTemplateRequest, LlamaCompletion, Props, Slot
-from octavo.server.prompt_fields import render_chat
-from octavo.server.request_template import choose
+from octavo.server.prompt_fields import write_conversation
 from octavo.server.service import service_of
-from octavo.server.tools import read_tools
 
 
 def add_llama_routes(add: Callable[..., None]) -> None:
@@ -29,9 +27,7 @@ async def apply_template(request: Request, body: ApplyTemplateRequest) -> Applie
     """A conversation as the model's template writes it."""
     service = service_of(request)
     await service.model(None)
-    tools = read_tools(body.tools).shown
-    template = await choose(service, request, body, has_tools=tools is not None)
-    return AppliedTemplate(prompt=await render_chat(service, template, body.messages, body, tools))
+    return AppliedTemplate(prompt=await write_conversation(service, request, body.messages, body))
 
 
 async def props(request: Request) -> Props:

@@ -12,10 +12,8 @@ from starlette.requests import Request
 from octavo.core.prompts import Prompt
 from octavo.server.api_errors import invalid, wrong
 from octavo.server.pooling.pooled_fields import PooledTexts
-from octavo.server.prompt_fields import render_chat
-from octavo.server.request_template import choose
+from octavo.server.prompt_fields import write_conversation
 from octavo.server.service import Service
-from octavo.server.tools import read_tools
 
 #: Up to this many characters are tokenized in well under a millisecond, and not in a thread.
 _SHORT = 2000
@@ -56,7 +54,9 @@ async def read_texts(
     if (given is None) == (body.messages is None):
         raise invalid("input", "give input or messages, one of them")
     if body.messages is not None:
-        text = await _written(service, request, body)
+        if body.add_generation_prompt is None:
+            body.add_generation_prompt = False
+        text = await write_conversation(service, request, body.messages, body)
         single = PooledInput("messages", {"prompt": text})
         return await _tokenized(service, [single], body.truncate_prompt_tokens, body.add_special_tokens is True)
     several = isinstance(given, list) and not (given and isinstance(given[0], int))
@@ -109,15 +109,6 @@ def check_number(service: Service, field: str, count: int) -> None:
     if count > limit:
         message = f"{field} holds {count} inputs; at most {limit} are served at once: send them in several requests"
         raise invalid(field, message, "too_many_inputs")
-
-
-async def _written(service: Service, request: Request, body: PooledTexts) -> str:
-    """The conversation of a request as the template writes it, by default without the begin of an answer."""
-    tools = read_tools(body.tools).shown
-    template = await choose(service, request, body, has_tools=tools is not None)
-    if body.add_generation_prompt is None:
-        body.add_generation_prompt = False
-    return await render_chat(service, template, body.messages or [], body, tools)
 
 
 def _fields(prompt: Prompt) -> dict[str, Any]:

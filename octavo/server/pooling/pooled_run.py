@@ -18,7 +18,7 @@ from starlette.responses import Response
 from octavo.core.errors import AdapterConflictError
 from octavo.core.outputs import CompletionOutput
 from octavo.core.pooling_outputs import Pooled
-from octavo.core.pooling_params import PoolingParams
+from octavo.core.pooling_params import PoolingParams, PoolingTask
 from octavo.core.request_options import RequestOptions
 from octavo.server.api_errors import ApiError, invalid
 from octavo.server.cancellation import with_cancellation
@@ -174,6 +174,16 @@ class PooledRun:
             raise ApiError(500, message, kind="server_error", param=param, code="result_not_finite")
         message = f"the engine failed on {each.place}"
         raise ApiError(500, message, kind="server_error", param=param, code="engine_error")
+
+
+def pooling_params(body: PooledFields, task: PoolingTask, dimensions: int | None = None) -> PoolingParams:
+    """What a body asks for, of a task."""
+    return PoolingParams(
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        dimensions=dimensions,
+        use_activation=body.use_activation,
+        task=task,
+    )
 
 
 def results(outputs: list[Pooled]) -> list[np.ndarray]:

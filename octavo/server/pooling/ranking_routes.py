@@ -12,7 +12,7 @@ from octavo.core.pooling_params import PoolingParams
 from octavo.server.api_errors import invalid, wrong
 from octavo.server.pooling.pooled_fields import PooledFields, RerankRequest, ScoreRequest, Texts
 from octavo.server.pooling.pooled_inputs import Pairs, check_number, read_pairs
-from octavo.server.pooling.pooled_run import PooledRun
+from octavo.server.pooling.pooled_run import PooledRun, pooling_params
 from octavo.server.pooling.pooling_json import encode_list, encode_object
 from octavo.server.service import Service, service_of
 
@@ -77,10 +77,7 @@ async def score(request: Request, body: ScoreRequest) -> Response:
 
 
 def _params(service: Service, body: PooledFields) -> PoolingParams:
-    params = PoolingParams(
-        truncate_prompt_tokens=body.truncate_prompt_tokens, use_activation=body.use_activation, task="score"
-    )
-    return service.llm.front_end.pooling.score_params(params)
+    return service.llm.front_end.pooling.score_params(pooling_params(body, "score"))
 
 
 def _scores(service: Service, pairs: Pairs, outputs: list[Pooled]) -> list[float]:

@@ -7,11 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.pooling_outputs import Pooled
-from octavo.core.pooling_params import PoolingParams, PoolingTask
+from octavo.core.pooling_params import PoolingTask
 from octavo.server.api_errors import invalid, wrong
 from octavo.server.pooling.pooled_fields import ClassificationRequest, EmbeddingRequest, PoolingRequest
 from octavo.server.pooling.pooled_inputs import read_texts
-from octavo.server.pooling.pooled_run import Answer, PooledRun, results
+from octavo.server.pooling.pooled_run import Answer, PooledRun, pooling_params, results
 from octavo.server.pooling.pooling_json import encode_list, numbers
 from octavo.server.service import Service, service_of
 
@@ -30,8 +30,8 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
     deadline = service.deadline()
     model = await service.model(body.model)
     inputs = await read_texts(service, request, body, _prompt_name(service, body), named=True)
-    run = PooledRun(request, body, model, _params(body, "embed"), inputs, "embd")
-
+    params = pooling_params(body, "embed", body.dimensions)
+    run = PooledRun(request, body, model, params, inputs, "embd")
     return await run.respond(_list_of(run, "embedding", "embedding", body.encoding_format), deadline)
 
 
@@ -42,8 +42,8 @@ async def pool(request: Request, body: PoolingRequest) -> Response:
     model = await service.model(body.model)
     task = body.task or _by_token(service)
     service.require(task)
-    run = PooledRun(request, body, model, _params(body, task), await read_texts(service, request, body), "pool")
-
+    params = pooling_params(body, task, body.dimensions)
+    run = PooledRun(request, body, model, params, await read_texts(service, request, body), "pool")
     return await run.respond(_list_of(run, "pooling", "data", body.encoding_format), deadline)
 
 
@@ -52,10 +52,8 @@ async def classify(request: Request, body: ClassificationRequest) -> Response:
     service = service_of(request)
     deadline = service.deadline()
     model = await service.model(body.model)
-    params = PoolingParams(
-        truncate_prompt_tokens=body.truncate_prompt_tokens, use_activation=body.use_activation, task="classify"
-    )
-    run = PooledRun(request, body, model, params, await read_texts(service, request, body), "classify")
+    inputs = await read_texts(service, request, body)
+    run = PooledRun(request, body, model, pooling_params(body, "classify"), inputs, "classify")
     labels = service.llm.model_config.labels
 
     def answer(outputs: list[Pooled]) -> bytes:
@@ -67,15 +65,6 @@ async def classify(request: Request, body: ClassificationRequest) -> Response:
         return encode_list(entries, run.response_fields())
 
     return await run.respond(answer, deadline)
-
-
-def _params(body: EmbeddingRequest | PoolingRequest, task: PoolingTask) -> PoolingParams:
-    return PoolingParams(
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        dimensions=body.dimensions,
-        use_activation=body.use_activation,
-        task=task,
-    )
 
 
 def _list_of(run: PooledRun, kind: str, field: str, encoding: str | None) -> Answer:

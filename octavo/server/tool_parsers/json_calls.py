@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from octavo.engine.tool_messages import HERMES, CallFormat
 from octavo.server.tool_parsers.tool_parser import Malformed, Reading, ToolParser
@@ -81,18 +80,23 @@ def _as_object(value: str | None) -> str:
     return text
 
 
-class Hermes(JsonCalls):
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3, Granite 4, SmolLM3."""
-
-    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+class MarkedCalls(JsonCalls):
+    """Calls between two markers."""
 
     def parse(self) -> Reading[None]:
         """See ``ToolParser``."""
+        begin, end = self.markers
         while True:
-            yield from self.content("<tool_call>")
+            yield from self.content(begin)
             yield from self.space()
             yield from self.json_calls()
-            yield from self.close("</tool_call>")
+            yield from self.close(end)
+
+
+class Hermes(MarkedCalls):
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3, Granite 4, SmolLM3."""
+
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
 
     @classmethod
     def call_format(cls, template: str) -> CallFormat:
@@ -100,18 +104,10 @@ class Hermes(JsonCalls):
         return HERMES
 
 
-class Granite(JsonCalls):
+class Granite(MarkedCalls):
     """``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]``: Granite 3, Phi-4-mini."""
 
     markers: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "<|/tool_call|>")
-
-    def parse(self) -> Reading[None]:
-        """See ``ToolParser``."""
-        while True:
-            yield from self.content("<|tool_call|>")
-            yield from self.space()
-            yield from self.json_calls()
-            yield from self.close("<|/tool_call|>")
 
     @classmethod
     def call_format(cls, template: str) -> CallFormat:
@@ -125,14 +121,10 @@ class Llama3(JsonCalls):
 
     markers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
 
-    def __init__(self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool = True) -> None:
-        super().__init__(tools, parallel=parallel)
-        self._at_start = True
-
     def parse(self) -> Reading[None]:
         """See ``ToolParser``."""
-        if self._at_start:
-            self._at_start = False
+        if self.at_start:
+            self.at_start = False
             yield from self.space()
             if (yield from self.peek()) == "{":
                 yield from self._calls()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from octavo.server.tool_parsers.tool_parser import Malformed, Reading, ToolParser
 
@@ -23,14 +22,10 @@ class Pythonic(ToolParser):
 
     markers: ClassVar[tuple[str, ...]] = ("<|python_start|>", "<|python_end|>")
 
-    def __init__(self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool = True) -> None:
-        super().__init__(tools, parallel=parallel)
-        self._at_start = True
-
     def parse(self) -> Reading[None]:
         """See ``ToolParser``."""
-        if self._at_start:
-            self._at_start = False
+        if self.at_start:
+            self.at_start = False
             yield from self.space()
             if (yield from self.peek()) == "[":
                 yield from self._calls()

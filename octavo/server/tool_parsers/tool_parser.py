@@ -55,6 +55,8 @@ class ToolParser(ABC):
         self.tools = tools
         #: The text is held to be calls: what of it is in none is the beginning of one that was cut, and no content.
         self.calls_alone = False
+        #: Whether nothing was read yet; for formats that take that back themselves.
+        self.at_start = True
         self._parallel = parallel
         #: Text from the beginning of what was not given yet; where the coroutine reads, and where that begins.
         self._text = ""
