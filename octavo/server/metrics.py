@@ -12,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from octavo import __version__
 from octavo.core.stats import GrammarStats
-from octavo.server.replica_metrics import ReplicaMetrics, Total
+from octavo.server.replica_metrics import FAMILIES, ReplicaMetrics, Total
 
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestOutput
@@ -49,6 +49,8 @@ class Metrics:
         self._gauge("build", "1, with the version of this server.", ["version"], unit="info")(__version__).set(1)
         #: Functions from label values to metrics, of the families with a series for each replica.
         self._by_replica: dict[str, Any] = {}
+        for name, (kind, text, labels) in FAMILIES.items():
+            self._by_replica[name] = self._family(kind, name, text, ["replica", *labels])
         self._replicas: dict[int, ReplicaMetrics] = {}
         #: Name and state, "running" or "waiting", of each open request with an adapter; called by every ``render``.
         self.adapter_states: Callable[[], Iterable[tuple[str, str]]] = tuple
@@ -61,9 +63,7 @@ class Metrics:
         self._make_requests()
         self._make_latencies()
         self._make_pooling()
-        self._make_cache()
         self._make_steps()
-        self._make_speculation()
         self._make_adapters()
         self._make_grammars()
         self._make_http()
@@ -117,9 +117,6 @@ class Metrics:
     # Families -------------------------------------------------------------------------------------------------------
 
     def _make_requests(self) -> None:
-        self._by_replica["requests"] = self._gauge(
-            "requests", "Requests in the engine now, by state.", ["replica", "state"]
-        )
         self.finished = self._counter("requests_finished", "Requests that ended, by reason.", ["reason"])
         for reason in REASONS:
             self.finished(reason)
@@ -159,30 +156,6 @@ class Metrics:
             buckets=FIRST_TOKEN_BUCKETS,
         )
 
-    def _make_cache(self) -> None:
-        families = self._by_replica
-        families["blocks"] = self._gauge("kv_cache_blocks", "KV cache blocks now, by state.", ["replica", "state"])
-        # A model whose layers have blocks of one kind has no series of these.
-        families["group_blocks"] = self._gauge(
-            "kv_cache_group_blocks",
-            "KV cache blocks now, of each group of layers with equal KV entries, by state. window: tokens that its "
-            "layers attend to; all: the whole context.",
-            ["replica", "group", "window", "state"],
-        )
-        families["capacity"] = self._gauge("kv_cache_capacity_blocks", "KV cache blocks in all.", ["replica"])
-        families["host_blocks"] = self._gauge(
-            "kv_cache_host_used_blocks", "Host memory blocks that hold swapped KV.", ["replica"]
-        )
-        families["queried"] = self._counter(
-            "prefix_cache_queried_tokens", "Prompt tokens looked up in the prefix cache.", ["replica"]
-        )
-        families["hits"] = self._counter(
-            "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", ["replica"]
-        )
-        families["preemptions"] = self._counter(
-            "preemptions", "Requests set back to make room, by kind.", ["replica", "kind"]
-        )
-
     def _make_steps(self) -> None:
         self.step_seconds = self._histogram("step_duration", "Steps: schedule, execute, update.", STEP_BUCKETS)
         self._worker_seconds = self._counter("step_worker_seconds", "Time of steps inside the worker.")()
@@ -193,30 +166,9 @@ class Metrics:
         self._kernel_seconds = self._counter(
             "step_kernel_seconds", "Time of steps inside kernels, if kernels are timed (time_kernels)."
         )
-        self._by_replica["step_tokens"] = self._counter(
-            "step_tokens", "Tokens computed in steps, by phase; recomputed ones again.", ["replica", "phase"]
-        )
-
-    def _make_speculation(self) -> None:
-        """The series begin where drafts are made."""
-        families = self._by_replica
-        families["drafts"] = self._counter("spec_decode_num_drafts", "Drafts that were verified.", ["replica"])
-        families["draft_tokens"] = self._counter("spec_decode_num_draft_tokens", "Tokens of drafts.", ["replica"])
-        families["accepted"] = self._counter(
-            "spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted.", ["replica"]
-        )
-        families["accepted_at"] = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Drafts of which the token at this position was accepted.",
-            ["replica", "position"],
-        )
-        families["draft_failures"] = self._counter(
-            "spec_decode_num_failures", "Completions that went on without drafts as the drafter failed.", ["replica"]
-        )
 
     def _make_adapters(self) -> None:
-        """The series of an adapter begin with its first request; those of places, where adapters are served."""
-        families = self._by_replica
+        """The series of an adapter begin with its first request."""
         self._adapter_requests = self._gauge(
             "adapter_requests",
             "Requests in the engine now, by adapter and state.",
@@ -227,25 +179,6 @@ class Metrics:
             "adapter_prompt_tokens", "Tokens of the prompts of requests that started.", ["adapter"]
         )
         self.adapter_generation_tokens = self._counter("adapter_generation_tokens", "Tokens generated.", ["adapter"])
-        families["adapters"] = self._gauge(
-            "adapters", "Adapters now: in slots on the device, in host memory, being loaded.", ["replica", "place"]
-        )
-        families["adapter_loads"] = self._counter("adapter_loads", "Loads of adapters from files.", ["replica"])
-        families["adapter_failures"] = self._counter("adapter_failed_loads", "Loads that failed.", ["replica"])
-        families["adapter_evictions"] = self._counter(
-            "adapter_evictions", "Adapters that lost their place to others.", ["replica", "place"]
-        )
-        families["adapter_lookups"] = self._counter(
-            "adapter_admissions",
-            "Admissions of requests with an adapter: in its slot already (hit), or given one (miss).",
-            ["replica", "slot"],
-        )
-        families["adapter_seconds"] = self._counter(
-            "adapter_stall_seconds", "Time in which steps placed adapters or waited for one.", ["replica"]
-        )
-        families["adapter_longest"] = self._gauge(
-            "adapter_longest_stall", "The longest of these times in one step.", ["replica"], unit="seconds"
-        )
 
     def adapter_label(self, name: str) -> str:
         """The label of an adapter: its name, of the first ``MAX_ADAPTER_LABELS``; ``OTHER_ADAPTERS`` of all others."""
