@@ -15,7 +15,7 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.prompts import FOREIGN_KEYS, PROMPT_KEYS, Prompt
 from octavo.core.reasoning import ReasoningMarks, ThinkingBudget
-from octavo.core.request import Beam, EngineCoreRequest, Generate
+from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.engine.model_files import ModelFiles
@@ -85,12 +85,9 @@ class InputProcessor:
         Raises:
             InvalidRequestError: the prompt or a parameter cannot be served by this model.
         """
-        arrival = time.monotonic() if options.arrival_time is None else float(options.arrival_time)
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise InvalidRequestError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
-        self.check_policy(options)
-        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
-            options = msgspec.structs.replace(options, cache_salt=prompt["cache_salt"])
+        arrival, options = self.begin(prompt, options)
         text, token_ids = self.read_prompt(prompt)
         virtual = 0 if adapter is None else adapter.num_virtual_tokens
         params.validate()  # a field may have been assigned after construction
@@ -101,23 +98,45 @@ class InputProcessor:
         predicted = self._read_prediction(options.prediction)
         limit = self._max_tokens(params.max_tokens, len(token_ids), virtual)
         fitted = params if limit is params.max_tokens else msgspec.structs.replace(params, max_tokens=limit)
-        group = EngineCoreRequest(
-            group_id=self.next_group_id(),
-            prompt_token_ids=[*range(self.vocab_size, self.vocab_size + virtual), *token_ids] if virtual else token_ids,
-            task=self._task(fitted, self._thinking_budget(params, options.reasoning, text, token_ids)),
-            arrival_time=arrival,
-            options=sent(options),
-            adapter=adapter,
-            prediction=predicted,
-        )
+        task = self._task(fitted, self._thinking_budget(params, options.reasoning, text, token_ids))
+        group = self.core_request(token_ids, task, arrival, options, adapter, predicted)
         if isinstance(params, BeamSearchParams):  # its hypotheses are shown as completions
             params = SamplingParams(n=params.beam_width, skip_special_tokens=params.skip_special_tokens)
         return RequestState(request_id, text, token_ids, params, group, options.visible_tokens)
 
-    def next_group_id(self) -> int:
-        """A number that no group has yet."""
+    def begin(self, prompt: Prompt, options: RequestOptions) -> tuple[float, RequestOptions]:
+        """When a request has arrived, and its options with the salt that its prompt names.
+
+        Raises:
+            InvalidRequestError: the scheduling policy does not look at what they say, or the salt is no text.
+        """
+        arrival = time.monotonic() if options.arrival_time is None else float(options.arrival_time)
+        self._check_policy(options)
+        if isinstance(prompt, Mapping) and (salt := prompt.get("cache_salt")) is not None:
+            options = msgspec.structs.replace(options, cache_salt=salt)
+        return arrival, options
+
+    def core_request(
+        self,
+        token_ids: list[int],
+        task: AnyTask,
+        arrival: float,
+        options: RequestOptions,
+        adapter: AdapterRef | None,
+        prediction: list[int] | None = None,
+    ) -> EngineCoreRequest:
+        """What a core takes of a request that was checked; ``arrival`` and ``options`` are those of ``begin``."""
         self._next_group_id += 1
-        return self._next_group_id - 1
+        virtual = 0 if adapter is None else adapter.num_virtual_tokens
+        return EngineCoreRequest(
+            group_id=self._next_group_id - 1,
+            prompt_token_ids=[*range(self.vocab_size, self.vocab_size + virtual), *token_ids] if virtual else token_ids,
+            task=task,
+            arrival_time=arrival,
+            options=msgspec.structs.replace(options, **_RESOLVED),
+            adapter=adapter,
+            prediction=prediction or [],
+        )
 
     def default_params(self) -> SamplingParams:
         """New parameters for a request that brings none: the model's own defaults, and for the rest those here."""
@@ -209,9 +228,7 @@ class InputProcessor:
         """The token ids, as plain integers, if they can be served: behind so many virtual tokens, and with a token
         after them if it ``samples``.
         """
-        if not token_ids:
-            raise InvalidRequestError("the prompt is empty; it must have at least one token")
-        checked = self.checked_ids("prompt", token_ids)
+        checked = self.prompt_ids(token_ids)
         if virtual + len(token_ids) + samples > self.max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {_counted(len(token_ids), virtual)}, but prompt and output together may have at most "
@@ -225,14 +242,19 @@ class InputProcessor:
             return []
         if isinstance(prediction, str):
             prediction = self.tokenizer.encode(prediction, add_special_tokens=False)
-        return self.checked_ids("prediction", prediction[: self.max_model_len])
+        return self._checked_ids("prediction", prediction[: self.max_model_len])
 
-    def checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
-        """Token ids as plain integers.
+    def prompt_ids(self, token_ids: Sequence[int]) -> list[int]:
+        """The token ids of a prompt as plain integers.
 
         Raises:
-            InvalidRequestError: one is none, or not in the vocabulary.
+            InvalidRequestError: there is none, or one is no integer, or not in the vocabulary.
         """
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty; it must have at least one token")
+        return self._checked_ids("prompt", token_ids)
+
+    def _checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
         try:
             checked: list[int] = msgspec.convert(token_ids, self._token_ids)
         except (msgspec.ValidationError, ValueError):  # the latter of text that is no Unicode
@@ -242,12 +264,8 @@ class InputProcessor:
             ) from None
         return checked
 
-    def check_policy(self, options: RequestOptions) -> None:
-        """Refuses what the scheduling policy does not look at.
-
-        Raises:
-            InvalidRequestError: see above.
-        """
+    def _check_policy(self, options: RequestOptions) -> None:
+        """Refuses what the scheduling policy does not look at."""
         if options.priority and not self._policy_class.uses_priority:
             names = ", ".join(name for name, policy in POLICIES.items() if policy.uses_priority)
             raise InvalidRequestError(
@@ -302,11 +320,6 @@ class InputProcessor:
             return params.seed & _MASK64
         self._unseeded += 1
         return ((self._seed << 32) ^ (self._unseeded * _SPREAD)) & _MASK64
-
-
-def sent(options: RequestOptions) -> RequestOptions:
-    """What a core needs to know of the options."""
-    return msgspec.structs.replace(options, **_RESOLVED)
 
 
 def _counted(tokens: int, virtual: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,9 @@ from octavo.core.model_tasks import model_tasks
 from octavo.core.pooling_outputs import Pooled
 from octavo.core.pooling_params import PoolingParams, PoolingTask
 from octavo.core.prompts import Prompt
-from octavo.core.request import EngineCoreRequest, Pool
+from octavo.core.request import Pool
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
-from octavo.engine.input_processor import InputProcessor, sent
+from octavo.engine.input_processor import InputProcessor
 from octavo.engine.judge import Judge
 from octavo.engine.model_files import ModelFiles
 from octavo.engine.pooling_state import NO_SAMPLING, PoolingState
@@ -162,13 +161,10 @@ class PoolingInputs:
         Raises:
             InvalidRequestError: the prompt or a parameter cannot be served by this model.
         """
-        arrival = time.monotonic() if options.arrival_time is None else float(options.arrival_time)
+        arrival, options = self._inputs.begin(prompt, options)
         params.validate()  # a field may have been assigned after construction
-        task = self._task(params)
-        self._inputs.check_policy(options)
+        task_name = self._task(params)
         fields = dict(prompt) if isinstance(prompt, Mapping) else {}
-        if (salt := fields.get("cache_salt")) is not None:
-            options = msgspec.structs.replace(options, cache_salt=salt)
         types, first = fields.pop(_TYPES, None), fields.pop(_FIRST, 0)
         given = self.tokenize(fields or prompt, params)
         text, token_ids = self._inputs.read_prompt(given)
@@ -176,21 +172,14 @@ class PoolingInputs:
             token_ids = token_ids[:most]
         virtual = 0 if adapter is None else adapter.num_virtual_tokens
         token_ids = self._check_length(token_ids, virtual)
-        vocab = self._inputs.vocab_size
-        group = EngineCoreRequest(
-            group_id=self._inputs.next_group_id(),
-            prompt_token_ids=[*range(vocab, vocab + virtual), *token_ids] if virtual else token_ids,
-            task=Pool(
-                msgspec.structs.replace(params, task=task),
-                "last" if self._judge is not None else self.pooler.kind,
-                min(first, len(token_ids) - 1) + virtual,
-                _second_text(types, token_ids),
-                [] if self._judge is None else self._judge.answer_ids,
-            ),
-            arrival_time=arrival,
-            options=sent(options),
-            adapter=adapter,
+        task = Pool(
+            msgspec.structs.replace(params, task=task_name),
+            "last" if self._judge is not None else self.pooler.kind,
+            min(first, len(token_ids) - 1) + virtual,
+            _second_text(types, token_ids),
+            [] if self._judge is None else self._judge.answer_ids,
         )
+        group = self._inputs.core_request(token_ids, task, arrival, options, adapter)
         return PoolingState(request_id, text, token_ids, NO_SAMPLING, group)
 
     def _task(self, params: PoolingParams) -> PoolingTask:
@@ -221,9 +210,7 @@ class PoolingInputs:
         return self.pooler.dense[-1].outputs if self.pooler.dense else self.config.hidden_size
 
     def _check_length(self, token_ids: Sequence[int], virtual: int) -> list[int]:
-        if not token_ids:
-            raise InvalidRequestError("the prompt is empty; it must have at least one token")
-        checked = self._inputs.checked_ids("prompt", token_ids)
+        checked = self._inputs.prompt_ids(token_ids)
         if virtual + len(token_ids) > self.max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {len(token_ids) + virtual} tokens, but the model takes at most {self.max_model_len}; "
