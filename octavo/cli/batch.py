@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from octavo.cli.engine_flags import add_engine_flags, add_option_flags, read_engine_config, take_model
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_output, write_line
 from octavo.core.config_sources import resolve_server_options
 from octavo.core.errors import ConfigError
 from octavo.core.server_options import ServerOptions
@@ -95,8 +92,7 @@ def run(arguments: Arguments) -> int:
     if in_flight < 1:
         raise ConfigError(f"--max-in-flight must be at least 1, not {in_flight}")
     options = resolve_server_options({**arguments.group(PREFIX), **SERVER_OPTIONS}, config_file=arguments.config)
-    with ExitStack() as stack:
-        json_out = stack.enter_context(json_stream(arguments.json)) if arguments.json is not None else None
+    with json_output(arguments) as json_out:
         from octavo.batch.runner import run_batch
 
         summary = run_batch(
@@ -110,5 +106,5 @@ def run(arguments: Arguments) -> int:
         print(summary.as_text(), file=sys.stderr)
         if json_out is not None:
             figures = {**asdict(summary), "output_tokens_per_second": summary.output_tokens_per_second}
-            json_out.write(msgspec.json.encode(figures).decode() + "\n")
+            write_line(json_out, figures)
     return EXIT_FAILED if summary.failed else 0

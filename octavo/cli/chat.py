@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from octavo.cli.sampling_flags import add_sampling_flags, read_sampling_params
 from octavo.core.adapters import LoRARequest
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.near_names import did_you_mean
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.loader.builtin import BUILTIN
 
@@ -247,9 +247,7 @@ def _run_command(conversation: Conversation, line: str) -> bool:
     elif command == "/help":
         print(HELP, end="", file=sys.stderr)
     else:
-        near = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
-        print(f"unknown command {command}; {hint}", file=sys.stderr)
+        print(f"unknown command {command}; {did_you_mean(command, COMMANDS, written=str)}", file=sys.stderr)
     return True
 
 

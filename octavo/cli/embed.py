@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from octavo.cli.engine_flags import (
     add_engine_flags,
     add_verbose_flag,
@@ -20,7 +18,7 @@ from octavo.cli.engine_flags import (
     read_engine_config,
     take_model,
 )
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_output, write_line
 from octavo.cli.text_rows import TextRow, TextSource
 from octavo.cli.vector_files import check_output, open_output
 from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
@@ -113,7 +111,7 @@ def run(arguments: Arguments) -> int:
     except InvalidRequestError as e:
         raise ConfigError(str(e)) from None
     with ExitStack() as stack:
-        json_out = stack.enter_context(json_stream(arguments.json)) if arguments.json is not None else None
+        json_out = stack.enter_context(json_output(arguments))
         total, start = source.count(), time.monotonic()
         from octavo.engine.llm_engine import LLMEngine
         from octavo.engine.model_files import find_files
@@ -134,7 +132,7 @@ def run(arguments: Arguments) -> int:
                 progress.add(result)
         figures.seconds = time.monotonic() - start
         if json_out is not None:
-            json_out.write(msgspec.json.encode(figures.as_json()).decode() + "\n")
+            write_line(json_out, figures.as_json())
     print(figures.as_text(), file=sys.stderr)
     return EXIT_FAILED if figures.failed else 0
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,7 +18,7 @@ from octavo.cli.engine_flags import (
     read_lora,
     take_model,
 )
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_stream
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_output, write_line
 from octavo.cli.prompt_files import Job, read_jobs
 from octavo.cli.sampling_flags import PREFIX, add_beam_flags, add_sampling_flags, number
 from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
@@ -91,8 +90,7 @@ def run(arguments: Arguments) -> int:
         jobs = read_jobs(arguments.words, arguments.input, sampling, as_chat=arguments.chat, options=options)
     except InvalidRequestError as e:
         raise ConfigError(str(e)) from None
-    with ExitStack() as stack:
-        json_out = stack.enter_context(json_stream(arguments.json)) if arguments.json is not None else None
+    with json_output(arguments) as json_out:
         start = time.monotonic()
         from octavo.engine.llm_engine import LLMEngine
         from octavo.engine.model_files import find_files
@@ -111,7 +109,7 @@ def run(arguments: Arguments) -> int:
         for job, output in complete(engine, jobs, grows=grows):
             figures.count(job, output)
             if json_out is not None:
-                _write_line(json_out, _as_json(job, output))
+                write_line(json_out, _as_json(job, output))
                 continue
             if job.error is not None:
                 print(f"octavo: error: prompt {job.index + 1}: {job.error}", file=sys.stderr)
@@ -119,7 +117,7 @@ def run(arguments: Arguments) -> int:
                 _print_text(job, output, alone=len(jobs) == 1)
         figures.seconds = time.monotonic() - start
         if json_out is not None:
-            _write_line(json_out, {"summary": figures.as_json()})
+            write_line(json_out, {"summary": figures.as_json()})
     print(figures.as_text(), file=sys.stderr)
     return EXIT_FAILED if figures.failed else 0
 
@@ -251,9 +249,3 @@ def _durations(metrics: RequestMetrics) -> dict[str, float | None]:
         **{name: None if time is None else time - metrics.arrival_time for name, time in moments.items()},
         **{name: getattr(metrics, name) for name in counts},
     }
-
-
-def _write_line(stream: IO[str], content: dict[str, Any]) -> None:
-    # msgspec writes dataclasses as objects and infinity as null.
-    stream.write(msgspec.json.encode(content).decode() + "\n")
-    stream.flush()

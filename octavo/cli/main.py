@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 import os
@@ -22,6 +21,7 @@ from octavo.core.errors import (
     WeightError,
     as_memory_error,
 )
+from octavo.core.near_names import did_you_mean
 
 #: Exit codes as of shells, for a program ended by a closed pipe or Ctrl-C.
 EXIT_BROKEN_PIPE = 141
@@ -134,9 +134,7 @@ def _dispatch(argv: list[str]) -> int:
     if name not in COMMANDS:
         parser = make_parser()
         parser.read(argv)  # exits for --help, --version and unknown flags
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
-        parser.error(f"unknown command {name!r}; {hint}")
+        parser.error(f"unknown command {name!r}; {did_you_mean(name, COMMANDS)}")
     room = "octavo.lab.commands" if name in LAB_COMMANDS else "octavo.cli"
     command = importlib.import_module(f"{room}.{name}")
     if hasattr(command, "main"):  # one that begins something before it reads its flags

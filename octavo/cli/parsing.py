@@ -122,12 +122,28 @@ def json_stream(target: str) -> Iterator[IO[str]]:
         yield stream
 
 
+@contextmanager
+def json_output(arguments: Arguments) -> Iterator[IO[str] | None]:
+    """The stream that ``--json`` names, None if it is not given; raises as ``json_stream``."""
+    if arguments.json is None:
+        yield None
+        return
+    with json_stream(arguments.json) as stream:
+        yield stream
+
+
 def write_json(target: str, value: Any) -> None:
     """Writes a value on a line to what ``--json`` names; raises as ``json_stream``."""
+    with json_stream(target) as stream:
+        write_line(stream, value)
+
+
+def write_line(stream: IO[str], value: Any) -> None:
+    """Writes a value as JSON on a line; of dataclasses objects, of infinity null."""
     import msgspec
 
-    with json_stream(target) as stream:
-        stream.write(msgspec.json.encode(value).decode() + "\n")
+    stream.write(msgspec.json.encode(value).decode() + "\n")
+    stream.flush()
 
 
 def check_range(arguments: Arguments, *names: str, least: int = 1, most: int | None = None) -> None:

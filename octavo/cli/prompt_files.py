@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ import msgspec
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError
+from octavo.core.near_names import did_you_mean
 from octavo.core.prompts import TokensPrompt
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options_from_keywords
 from octavo.core.sampling_params import SamplingParams
@@ -183,9 +183,7 @@ def _parse_line(line: str) -> tuple[str, Any, dict[str, Any]]:
         raise InvalidRequestError(f"the line must be a JSON object, not {line[:80]!r}")
     for key in content:
         if key not in _LINE_KEYS:
-            near = difflib.get_close_matches(key, _LINE_KEYS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_LINE_KEYS)}"
-            raise InvalidRequestError(f"unknown key {key!r}; {hint}")
+            raise InvalidRequestError(f"unknown key {key!r}; {did_you_mean(key, _LINE_KEYS, cutoff=0.5)}")
     keys = [key for key in _PROMPT_KEYS if content.get(key) is not None]
     if len(keys) != 1:
         raise InvalidRequestError(f"the line needs exactly one of {', '.join(_PROMPT_KEYS)}, not {len(keys)}")

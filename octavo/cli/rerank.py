@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import ExitStack
 from typing import Any
-
-import msgspec
 
 from octavo.cli.embed import add_truncate_flag, make_source, read_truncate
 from octavo.cli.engine_flags import (
@@ -17,7 +14,7 @@ from octavo.cli.engine_flags import (
     read_engine_config,
     take_model,
 )
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, check_range, json_stream
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, check_range, json_output, write_line
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.pooling_outputs import ScoringOutput
 from octavo.core.pooling_params import PoolingParams
@@ -60,8 +57,7 @@ def run(arguments: Arguments) -> int:
     config = read_engine_config(arguments, take_model(arguments, more_words=True))
     params = PoolingParams(truncate_prompt_tokens=read_truncate(arguments))
     source = make_source(arguments.words, arguments.documents, arguments.column, "--documents")
-    with ExitStack() as stack:
-        json_out = stack.enter_context(json_stream(arguments.json)) if arguments.json is not None else None
+    with json_output(arguments) as json_out:
         rows = list(source)
         errors = {row.index: row.error for row in rows if row.error is not None}
         errors |= {row.index: "a document must be a text" for row in rows if isinstance(row.text, list)}
@@ -106,7 +102,7 @@ def run(arguments: Arguments) -> int:
                     "seconds": seconds,
                 },
             }
-            json_out.write(msgspec.json.encode(content).decode() + "\n")
+            write_line(json_out, content)
     return EXIT_FAILED if errors else 0
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-
-import msgspec
-
 from octavo.cli.info import readable_size
 from octavo.cli.list import as_json
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_stream
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_output, write_line
 from octavo.core.errors import ConfigError, ModelNotFoundError
+from octavo.core.near_names import did_you_mean
 from octavo.loader.model_cache import CachedModel, cached_models, remove
 
 EXAMPLE = """\
@@ -41,17 +38,15 @@ def run(arguments: Arguments) -> int:
     models = cached_models()
     chosen = {model.folder: model for name in arguments.words for model in _called(name, models)}
     freed = sum(model.size for model in chosen.values())
-    if arguments.json is None:
+    with json_output(arguments) as stream:
         for model in chosen.values():
             remove(model)
-            print(f"removed {model.folder}")
-        print(f"{readable_size(freed)} freed")
-        return 0
-    with json_stream(arguments.json) as stream:
-        for model in chosen.values():
-            remove(model)
-        report = {"removed": [as_json(model) for model in chosen.values()], "freed_bytes": freed}
-        stream.write(msgspec.json.encode(report).decode() + "\n")
+            if stream is None:
+                print(f"removed {model.folder}")
+        if stream is None:
+            print(f"{readable_size(freed)} freed")
+        else:
+            write_line(stream, {"removed": [as_json(model) for model in chosen.values()], "freed_bytes": freed})
     return 0
 
 
@@ -60,7 +55,6 @@ def _called(name: str, models: list[CachedModel]) -> list[CachedModel]:
     found = [model for model in models if name in (model.name, model.folder.name)]
     if not found:
         known = list(dict.fromkeys(model.name for model in models))
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"there is {', '.join(known) or 'none'}"
+        hint = did_you_mean(name, known, f"there is {', '.join(known) or 'none'}", cutoff=0.5)
         raise ModelNotFoundError(f"no model {name!r} is in the cache; {hint}")
     return found

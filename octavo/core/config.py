@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ValidationError, model_validator
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from octavo.core.errors import ConfigError
 from octavo.core.foreign_options import own_names, own_options
 from octavo.core.idle_options import refused_options
+from octavo.core.near_names import did_you_mean
 from octavo.core.option_part import readable
 from octavo.core.option_parts import MAX_LOGPROBS as MAX_LOGPROBS
 from octavo.core.option_parts import MAX_LOGPROBS_ON_GPU as MAX_LOGPROBS_ON_GPU
@@ -156,6 +156,4 @@ def make_config(**options: Any) -> EngineConfig:
 
 def unknown_option(name: str, names: list[str]) -> str:
     """The message for an option that does not exist."""
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(names))}"
-    return f"unknown option {name!r}; {hint}"
+    return f"unknown option {name!r}; {did_you_mean(name, sorted(names), cutoff=0.5)}"

@@ -5,7 +5,6 @@ Commands and the Python interface resolve their options only here, so an option 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import re
@@ -18,7 +17,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from octavo.core.config import EngineConfig, unknown_option
 from octavo.core.errors import ConfigError
 from octavo.core.foreign_options import FOREIGN_OPTIONS, own_name, own_names, own_options, own_value
+from octavo.core.near_names import did_you_mean
 from octavo.core.server_options import ServerOptions
+from octavo.core.text_files import read_text
 
 PREFIX = "OCTAVO_"
 
@@ -193,10 +194,10 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"configuration file {path} is larger than {MAX_FILE_BYTES} bytes")
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read configuration file {path}: {reason}") from None
+    except OSError as e:
+        raise ConfigError(f"cannot read configuration file {path}: {e.strerror}") from None
+    try:
+        content = yaml.safe_load(read_text(path, "configuration file"))
     except yaml.YAMLError as e:
         raise ConfigError(f"configuration file {path} is not valid YAML: {' '.join(str(e).split())}") from None
     if content is None:
@@ -222,8 +223,8 @@ def _read_environment(environ: Mapping[str, str], kind: type[BaseModel]) -> dict
             continue
         name = own_name(variable.removeprefix(PREFIX).lower())
         if (not _is_option(name) or variable != variable.upper()) and variable not in RESERVED_VARIABLES:
-            near = difflib.get_close_matches(variable, [*variables, *RESERVED_VARIABLES], n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(variables))}"
+            known = f"known: {', '.join(sorted(variables))}"
+            hint = did_you_mean(variable, [*variables, *RESERVED_VARIABLES], known, cutoff=0.5, written=str)
             raise ConfigError(f"unknown environment variable {variable}; {hint}")
         if text == "" or not _is_option(name, kind):
             continue  # an empty one is how a shell unsets a variable for one command

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+from octavo.core.near_names import did_you_mean
 
 
 class OptionPart(BaseModel):
@@ -46,9 +47,7 @@ def make_part(kind: type[OptionPart], fields: Mapping[str, Any]) -> OptionPart:
     names = list(kind.model_fields)
     for name in fields:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
-            raise ValueError(f"unknown field {name!r}; {hint}")
+            raise ValueError(f"unknown field {name!r}; {did_you_mean(name, names)}")
     try:
         return kind(**fields)
     except ValidationError as e:

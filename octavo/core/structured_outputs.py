@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from octavo.core.errors import InvalidRequestError
+from octavo.core.near_names import did_you_mean
 
 #: The fields of ``StructuredOutputsParams`` that say a form.
 FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
@@ -108,8 +108,7 @@ def structured_outputs_of(value: StructuredOutputsParams | Mapping[str, Any]) ->
     fields = [name for name in StructuredOutputsParams.__struct_fields__ if name != "begin_after"]  # is not of users
     for name in value:
         if name not in fields:
-            near = difflib.get_close_matches(str(name), fields, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(fields)}"
+            hint = did_you_mean(str(name), fields, written=str)
             raise InvalidRequestError(f"structured_outputs has the unknown field {name!r:.100}; {hint}")
     return StructuredOutputsParams(**value)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import itertools
 import os
@@ -14,6 +13,7 @@ from octavo.core.adapters import AdapterRef, LoRARequest, PromptAdapterRequest
 from octavo.core.config import EngineConfig
 from octavo.core.errors import AdapterConflictError, AdapterError, AdapterNotFoundError
 from octavo.core.model_config import ModelConfig
+from octavo.core.near_names import did_you_mean
 
 if TYPE_CHECKING:
     from octavo.loader.adapters.prompt import VirtualTokenSizes
@@ -255,8 +255,8 @@ class AdapterRegistry:
         return adapter
 
     def _unknown(self, name: str) -> AdapterNotFoundError:
-        near = difflib.get_close_matches(name, self._adapters, n=1) if len(self._adapters) <= 1000 else []
-        hint = f"did you mean {near[0]!r}?" if near else f"loaded: {listed(list(self._adapters))}"
+        names = list(self._adapters)
+        hint = did_you_mean(name, names if len(names) <= 1000 else [], f"loaded: {listed(names)}")
         return AdapterNotFoundError(f"no adapter {name!r} is loaded; {hint}")
 
     def _check_request(self, request: LoRARequest) -> None:

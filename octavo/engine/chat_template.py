@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError
+from octavo.core.errors import InvalidRequestError, TokenizerError
+from octavo.core.text_files import read_text
 from octavo.engine.template_program import ExpressionError, template_variables, written
 from octavo.engine.tool_messages import CallFormat, fit_tools
 
@@ -51,11 +52,7 @@ def read_chat_template(path: str | None) -> str | None:
     """
     if path is None:
         return None
-    try:
-        template = Path(path).expanduser().read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read chat_template {path}: {reason}") from None
+    template = read_text(path, "chat_template")
     template_variables(template)
     return template
 

@@ -11,6 +11,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, memory_errors
 from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.model_config import ModelConfig
+from octavo.core.text_files import read_text
 from octavo.engine.chat_template import read_chat_template
 from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.loader.resolve import resolve_model
@@ -58,14 +59,7 @@ def read_files(options: EngineConfig) -> list[tuple[str, str]]:
     Raises:
         ConfigError: a file cannot be read, or is not UTF-8.
     """
-    files = []
-    for path in options.shared_prefix or ():
-        try:
-            files.append((Path(path).read_bytes().decode("utf-8"), path))
-        except (OSError, UnicodeDecodeError) as e:
-            reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
-            raise ConfigError(f"cannot read shared prefix {path}: {reason}") from None
-    return files
+    return [(read_text(path, "shared prefix"), path) for path in options.shared_prefix or ()]
 
 
 def find_files(options: EngineConfig) -> ModelFiles:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from octavo.core.near_names import did_you_mean
 from octavo.server.api_errors import ApiError, invalid, unsupported
 from octavo.server.field_marks import REFUSED
 from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
@@ -122,10 +122,8 @@ def _unknown(kind: type[BaseModel], name: str) -> str:
     """Where a field exists that the route does not know, or what its name may have been meant to be."""
     if route := next((route for model, route in _ROUTES.items() if name in model.model_fields), None):
         hint = f"it is of {route}"
-    elif near := difflib.get_close_matches(name, kind.model_fields, n=1, cutoff=0.6):
-        hint = f"did you mean {near[0]}?"
     else:
-        hint = "/docs lists all fields"
+        hint = did_you_mean(name, kind.model_fields, "/docs lists all fields", written=str)
     return f"unknown field {name!r}; {hint}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags, take_model
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, check_positive, check_range, json_stream, refuse_words
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, check_positive, check_range, json_output, refuse_words
 from octavo.core.errors import ConfigError
 from octavo.lab.commands import (
     bench_allocators,
@@ -174,11 +174,8 @@ def run(arguments: Arguments) -> int:
         "simulation": _simulation,
         "failover": bench_failover.run,
     }[kind]
-    if arguments.json is None:
-        measure(arguments, model, None)
-    else:
-        with json_stream(arguments.json) as stream:
-            measure(arguments, model, stream)
+    with json_output(arguments) as stream:
+        measure(arguments, model, stream)
     return 0
 
 

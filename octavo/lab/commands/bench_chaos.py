@@ -14,7 +14,8 @@ from octavo.cli.parsing import (
     check_folder,
     check_positive,
     check_range,
-    json_stream,
+    json_output,
+    write_line,
 )
 from octavo.core.errors import ConfigError
 
@@ -65,10 +66,6 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Runs it and prints the report, or JSON; returns the exit code."""
-    import contextlib
-
-    import msgspec
-
     from octavo.lab.bench import chaos_run
     from octavo.lab.bench.chaos_faults import FAULTS
     from octavo.lab.bench.chaos_report import as_text
@@ -90,11 +87,10 @@ def run(arguments: Arguments) -> int:
     )
     if unknown := set(settings.faults) - set(FAULTS):
         raise ConfigError(f"there is no fault {sorted(unknown)[0]!r}; there are {', '.join(FAULTS)}")
-    with contextlib.ExitStack() as stack:
-        stream = stack.enter_context(json_stream(arguments.json)) if arguments.json is not None else None
+    with json_output(arguments) as stream:
         report = chaos_run.run(options, settings, lambda words: print(words, file=sys.stderr, flush=True))
         if stream is not None:
-            stream.write(msgspec.json.encode(report).decode() + "\n")
+            write_line(stream, report)
     if arguments.json != "-":
         print(as_text(report))
     return 0 if report.passed else EXIT_FAILED

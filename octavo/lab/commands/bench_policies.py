@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.engine_flags import PREFIX, add_engine_flags, take_model
-from octavo.cli.parsing import Arguments, Parser, add_json_flag, add_report_flag, check_folder, check_range, json_stream
+from octavo.cli.parsing import Arguments, Parser, add_json_flag, add_report_flag, check_folder, check_range, json_output
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def run(arguments: Arguments) -> int:
     with ExitStack() as stack:
         for place in places:
             stack.callback(place.close)
-        json_to = stack.enter_context(json_stream(arguments.json)) if arguments.json is not None else None
+        json_to = stack.enter_context(json_output(arguments))
         csv_to = stack.enter_context(_csv_stream(arguments.csv)) if arguments.csv is not None else None
         runs = len(places) * len(scenarios) * len(policies) * arguments.repeats
         with tqdm(total=runs, disable=None, leave=False) as bar:  # disable=None: hidden unless on a terminal

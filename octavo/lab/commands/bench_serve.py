@@ -19,8 +19,9 @@ from octavo.cli.parsing import (
     check_folder,
     check_positive,
     check_range,
-    json_stream,
+    json_output,
     refuse_words,
+    write_line,
 )
 from octavo.core.errors import ConfigError
 from octavo.core.server_options import names
@@ -112,11 +113,8 @@ def run(arguments: Arguments) -> int:
     _check(arguments)
     if arguments.plot is not None or arguments.report is not None:
         load_matplotlib()
-    if arguments.json is None:
-        report, outcomes = _measure(arguments, None)
-    else:
-        with json_stream(arguments.json) as stream:
-            report, outcomes = _measure(arguments, stream)
+    with json_output(arguments) as stream:
+        report, outcomes = _measure(arguments, stream)
     if arguments.plot is not None:
         save(draw(report, outcomes), arguments.plot)
     if arguments.report is not None:
@@ -128,7 +126,6 @@ def run(arguments: Arguments) -> int:
 def _measure(arguments: Arguments, stream: IO[str] | None) -> tuple[ServeReport, list[RequestOutcome]]:
     import asyncio
 
-    import msgspec
     from tqdm import tqdm
 
     from octavo.lab.bench.serve_load import measure
@@ -151,7 +148,7 @@ def _measure(arguments: Arguments, stream: IO[str] | None) -> tuple[ServeReport,
     if stream is None:
         print(as_text(report))
     else:
-        stream.write(msgspec.json.encode(report).decode() + "\n")
+        write_line(stream, report)
     return report, outcomes
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import IO, Any
 
-import msgspec
+from octavo.cli.parsing import write_line
 
 
 def show(records: Iterable[Any], stream: IO[str] | None, title: str, line: Callable[[Any], str]) -> None:
@@ -22,8 +22,7 @@ def show_one(record: Any, stream: IO[str] | None, text: str) -> None:
     if stream is None:
         print(text, flush=True)
     else:
-        stream.write(msgspec.json.encode(_rounded(dataclasses.asdict(record))).decode() + "\n")
-        stream.flush()
+        write_line(stream, _rounded(dataclasses.asdict(record)))
 
 
 def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
