@@ -1,7 +1,8 @@
-"""Containers that the garbage collector does not visit."""
+"""Containers that the garbage collector does not visit, and freed memory that the C library keeps."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
 from typing import TypeVar
@@ -24,3 +25,9 @@ def untracked(container: C) -> C:
     if _untrack is not None:
         _untrack(container)
     return container
+
+
+def return_freed_memory() -> None:
+    """Gives memory back to the system that the C library keeps."""
+    with contextlib.suppress(OSError, AttributeError):  # it is not glibc
+        ctypes.CDLL(None).malloc_trim(0)

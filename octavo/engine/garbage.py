@@ -14,8 +14,6 @@ None of the last two is done to a process that uses ``LLM``: its collector belon
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import time
 
@@ -34,12 +32,6 @@ def settle_collector() -> None:
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
     gc.enable()
-
-
-def return_freed_memory() -> None:
-    """Gives memory back that the C library keeps, such as what a start has freed: of a server some 15 MB."""
-    with contextlib.suppress(OSError, AttributeError):  # it is not glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class IdleCollector:

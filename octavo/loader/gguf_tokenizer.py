@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 
 from octavo.core.errors import TokenizerError, UnsupportedModelError
 from octavo.loader.gguf_file import GGUFFile
 from octavo.loader.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from octavo.loader.sentencepiece_model import BYTE, CONTROL, NORMAL, USER_DEFINED, SentencePieceModel
-from octavo.loader.tokenizer_parts import byte_level_bpe, surround
+from octavo.loader.tokenizer_parts import byte_level_bpe, surround, word_piece
 
 #: Ids of the special tokens of each kind (``tokenizer.ggml.model``) where a file does not say; as in llama.cpp.
 _DEFAULT_IDS: dict[str, dict[str, int]] = {
@@ -146,21 +146,17 @@ def _sentencepiece(data: _Data) -> SentencePieceModel:
 
 
 def _word_piece(data: _Data) -> Tokenizer:
-    """WordPiece (Devlin et al. 2019). The file marks what begins a word by ``▁``; BERT what continues one by ``##``."""
+    """WordPiece. The file marks what begins a word by ``▁``; BERT what continues one by ``##``."""
     kinds = list(zip(data.tokens, data.types, strict=True))
     whole = {t for t, k in kinds if k != NORMAL or (t[:1] == "[" and t[-1:] == "]")}
     tokens = [t if t in whole else t[1:] if t.startswith("▁") else f"##{t}" for t in data.tokens]
     needed = {key: data.token(key) for key in ("unknown", "cls", "seperator")}
     if missing := [key for key, token in needed.items() if token not in whole]:
         raise TokenizerError(f"{data.path}: tokenizer.ggml.{missing[0]}_token_id names no special token")
-    if len(set(tokens)) != len(tokens):
-        raise TokenizerError(f"{data.path} has a token twice")
-    tokenizer = Tokenizer(models.WordPiece({t: i for i, t in enumerate(tokens)}, unk_token=str(needed["unknown"])))
     lowercase = data.flag("normalizer.lowercase", True)
     accents = data.flag("normalizer.strip_accents", lowercase)
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=accents)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
+    unknown = str(needed["unknown"])
+    tokenizer = word_piece(data.path, tokens, unknown=unknown, lowercase=lowercase, strip_accents=accents)
     _add_special(tokenizer, tokens, data.types)
     return tokenizer
 

@@ -16,7 +16,15 @@ from octavo.core.errors import TokenizerError, UnsupportedModelError
 from octavo.loader.byte_level import byte_alphabet
 from octavo.loader.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from octavo.loader.sentencepiece_model import SentencePieceModel, parse_sentencepiece
-from octavo.loader.tokenizer_parts import byte_level_bpe, merges_by_rank, read_bytes, read_object, surround, token_text
+from octavo.loader.tokenizer_parts import (
+    byte_level_bpe,
+    merges_by_rank,
+    read_bytes,
+    read_lines,
+    read_object,
+    surround,
+    token_text,
+)
 
 #: Largest id of a token: several times those of the largest vocabularies published.
 _MAX_ID = 2_000_000
@@ -210,13 +218,8 @@ def _ids(path: Path) -> dict[str, int]:
 
 
 def _merges(path: Path) -> list[tuple[str, str]]:
-    try:
-        lines = read_bytes(path).decode("utf-8").split("\n")
-    except UnicodeDecodeError as e:
-        raise TokenizerError(f"{path} is not UTF-8: {e}") from e
     merges = []
-    for number, line in enumerate(lines, 1):
-        line = line.rstrip("\r")
+    for number, line in enumerate(read_lines(path), 1):
         if not line or line.startswith("#version"):
             continue
         left, _, right = line.partition(" ")

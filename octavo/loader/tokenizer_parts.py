@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenizers import Tokenizer, models, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from octavo.core.errors import TokenizerError
 from octavo.loader.pre_tokenizers import PreTokenizer
@@ -35,6 +35,19 @@ def read_bytes(path: Path) -> bytes:
     if len(data) > _MAX_BYTES:
         raise TokenizerError(f"{path} is larger than {_MAX_BYTES >> 20} MiB, more than any tokenizer's file")
     return data
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a tokenizer's file, which end with a line feed, or a carriage return before it.
+
+    Raises:
+        TokenizerError: it cannot be read, is too large or not UTF-8.
+    """
+    try:
+        lines = read_bytes(path).decode("utf-8").split("\n")
+    except UnicodeDecodeError as e:
+        raise TokenizerError(f"{path} is not UTF-8: {e}") from e
+    return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -112,6 +125,34 @@ def byte_level_bpe(
     """Byte-level BPE (Radford et al. 2019) of a family; ``prefix_space`` as for ``PreTokenizer.attach``."""
     tokenizer = Tokenizer(bpe(source, ids, merges, ignore_merges=family.ignore_merges))
     family.attach(tokenizer, prefix_space=prefix_space)
+    return tokenizer
+
+
+def word_piece(
+    source: Path,
+    tokens: Sequence[str],
+    *,
+    unknown: str,
+    lowercase: bool,
+    strip_accents: bool | None,
+    splits_chinese: bool = True,
+) -> Tokenizer:
+    """WordPiece (Devlin et al. 2019) of tokens with their ids in order.
+
+    ``strip_accents``: None for as ``lowercase`` is. ``splits_chinese``: whether each of their characters is a word.
+
+    Raises:
+        TokenizerError: a token occurs twice.
+    """
+    vocab = {token: index for index, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise TokenizerError(f"{source} has a token twice")
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=splits_chinese
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
     return tokenizer
 
 

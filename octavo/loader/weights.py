@@ -6,7 +6,6 @@ dropped, which it is when the layers have packed its tensors.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import mmap
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from octavo.core.dtypes import DType
 from octavo.core.errors import WeightError
+from octavo.core.untracked import return_freed_memory
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.layer import Layer
 
@@ -184,7 +184,8 @@ def _tensors(file: Path, stored: Mapping[str, Stored]) -> Iterator[tuple[str, np
             raise WeightError(f"tensor {name!r} is of type {tensor.dtype}, which is not supported")
         if mapping is None or mapped > _MAPPED_BYTES:
             mapping, mapped = _map(file, tensor.offset), 0
-            _return_freed_memory()
+            # An aligned matrix does not fit into the chunk that the C library keeps of a freed one of its size.
+            return_freed_memory()
         mapped += tensor.nbytes
         count = math.prod(tensor.shape)
         flat = np.frombuffer(mapping, DTYPES[tensor.dtype], count, tensor.offset) if count else np.empty(0)
@@ -201,16 +202,6 @@ def _map(file: Path, start: int) -> mmap.mmap:
         page = start // mmap.PAGESIZE * mmap.PAGESIZE
         mapping.madvise(mmap.MADV_WILLNEED, page, min(2 * _MAPPED_BYTES, len(mapping) - page))
     return mapping
-
-
-def _return_freed_memory() -> None:
-    """Returns the memory of freed matrices to the system.
-
-    glibc keeps it otherwise, and an aligned matrix of the same size does not fit into the free chunk.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def checkpoint_bytes(folder: Path) -> int:

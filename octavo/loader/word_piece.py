@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 
 from octavo.core.errors import TokenizerError
-from octavo.loader.tokenizer_parts import read_bytes, surround, token_text
+from octavo.loader.tokenizer_parts import read_lines, surround, token_text, word_piece
 
 _SPECIAL = {
     "unk_token": "[UNK]",
@@ -36,28 +36,21 @@ def build_word_piece(file: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, 
     Raises:
         TokenizerError: it is damaged, or lacks a special token.
     """
-    try:
-        lines = read_bytes(file).decode("utf-8").split("\n")
-    except UnicodeDecodeError as e:
-        raise TokenizerError(f"{file} is not UTF-8: {e}") from e
-    tokens = [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise TokenizerError(f"{file} has a token twice")
+    tokens = read_lines(file)
     named = {name: token_text(config.get(name)) or default for name, default in _SPECIAL.items()}
     needed = (named[name] for name in ("unk_token", "sep_token", "cls_token"))
-    if missing := [token for token in needed if token not in vocab]:
+    if missing := [token for token in needed if token not in tokens]:
         raise TokenizerError(f"{file} has no token {missing[0]!r}, which stands around texts or for unknown words")
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=named["unk_token"], max_input_chars_per_word=100))
-    lowercase, accents = config.get("do_lower_case", True) is not False, config.get("strip_accents")
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        lowercase=lowercase,
+    accents = config.get("strip_accents")
+    tokenizer = word_piece(
+        file,
+        tokens,
+        unknown=named["unk_token"],
+        lowercase=config.get("do_lower_case", True) is not False,
         strip_accents=accents if isinstance(accents, bool) else None,
-        handle_chinese_chars=config.get("tokenize_chinese_chars", True) is not False,
+        splits_chinese=config.get("tokenize_chinese_chars", True) is not False,
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    kept = [token for token in named.values() if token in vocab]
+    kept = [token for token in named.values() if token in tokens]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in kept])
     surround(tokenizer, [named["cls_token"]], [named["sep_token"]], between=[])
     return tokenizer, {**named, **{key: value for key, value in config.items() if value is not None}}

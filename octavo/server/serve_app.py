@@ -21,7 +21,8 @@ from octavo.core.errors import ConfigError
 from octavo.core.server_options import API_KEYS_VARIABLE, ServerOptions
 from octavo.core.start_process import SECRET_VARIABLES
 from octavo.core.startup_profile import phase, profile, table
-from octavo.engine.garbage import IDLE_INTERVAL, IdleCollector, return_freed_memory, settle_collector
+from octavo.core.untracked import return_freed_memory
+from octavo.engine.garbage import IDLE_INTERVAL, IdleCollector, settle_collector
 from octavo.server.api_keys import read_api_keys
 from octavo.server.loading import answers_while_loading
 
@@ -360,7 +361,7 @@ class _ServerLifecycle:
 
     async def _collect_when_idle(self) -> None:
         collector = IdleCollector()
-        await asyncio.to_thread(return_freed_memory)
+        await asyncio.to_thread(return_freed_memory)  # of what the start has freed: some 15 MB
         while True:
             await asyncio.sleep(IDLE_INTERVAL)
             if not self._service.llm.num_open:
