@@ -8,7 +8,7 @@ from fastapi import Query
 from starlette.requests import Request
 
 from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, OctavoError
-from octavo.server.api_errors import ApiError, invalid
+from octavo.server.api_errors import ApiError, invalid, server_error
 from octavo.server.protocol_admin import Replicas, ReplicaStatus, Sleeping
 from octavo.server.service import Service, operator_service, service_of
 
@@ -88,7 +88,7 @@ async def restart(request: Request) -> Replicas:
         raise ApiError(409, str(e), code="cannot_restart") from None
     except OctavoError as e:
         service.llm.check_alive()
-        raise ApiError(503, str(e), kind="server_error", code="restart_failed") from None
+        raise server_error(503, str(e), "restart_failed") from None
     return _replicas(service)
 
 

@@ -96,6 +96,13 @@ def unsupported(param: str, message: str) -> ApiError:
     return invalid(param, message, "unsupported_parameter")
 
 
+def server_error(
+    status: int, message: str, code: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> ApiError:
+    """The error for what is not the client's fault."""
+    return ApiError(status, message, kind="server_error", param=param, code=code, headers=headers)
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """The response to any exception. Details of internal errors go to the log only."""
     if isinstance(error, ApiError):
@@ -112,16 +119,12 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, HTTPException):
         return _http_error(error)
     if isinstance(error, EngineDeadError):
-        return ApiError(503, "the engine has stopped; the server will end", kind="server_error", code="engine_dead")
+        return server_error(503, "the engine has stopped; the server will end", "engine_dead")
     if isinstance(error, EngineStateError):
-        return ApiError(503, str(error), kind="server_error", code="engine_asleep")
+        return server_error(503, str(error), "engine_asleep")
     if isinstance(error, TimeoutError):
-        return ApiError(
-            503,
-            "the request took longer than this server allows (request_timeout)",
-            kind="server_error",
-            code="request_timeout",
-        )
+        message = "the request took longer than this server allows (request_timeout)"
+        return server_error(503, message, "request_timeout")
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "internal error; the server's log has more under this request id", kind="server_error")
 

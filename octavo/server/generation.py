@@ -15,13 +15,13 @@ from starlette.requests import Request
 
 from octavo import __version__
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.errors import AdapterConflictError, InvalidRequestError
+from octavo.core.errors import InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.prompts import TokensPrompt
 from octavo.core.reasoning import ReasoningMarks
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
-from octavo.server.api_errors import ApiError, invalid, unsupported
+from octavo.server.api_errors import ApiError, invalid, server_error, unsupported
 from octavo.server.cancellation import cancel_tasks
 from octavo.server.formats import form_error, renamed
 from octavo.server.logging import log_fields, log_prompt
@@ -205,18 +205,14 @@ class Generation:
         for completion in output.outputs:
             if completion.finish_reason == "ignored":
                 raise ApiError(400, completion.error or "the request could never run", code="context_length_exceeded")
-            if completion.finish_reason == "abort":
-                message = "the request was ended as the server shuts down"
-                raise ApiError(503, message, kind="server_error", code="aborted")
-            if completion.adapter_failed and self.model.adapter is not None:
-                raise AdapterConflictError(self.service.without_path(completion.error or "", self.model.name))
+            self.service.check_completion(completion, self.model)
             if completion.exceeds_kv_cache:
                 raise ApiError(400, f"the request asks for too much at once: {completion.error}", code="too_large")
             if (about_form := form_error(completion.error, self.params)) is not None:
                 raise renamed(InvalidRequestError(about_form), self.body)
             if completion.finish_reason == "error":
                 logger.error("request %s failed: %s", output.request_id, completion.error)
-                raise ApiError(500, "the engine failed on this request", kind="server_error", code="engine_error")
+                raise server_error(500, "the engine failed on this request", "engine_error")
 
 
 def make_generation(

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.server.api_errors import ApiError
+from octavo.server.api_errors import server_error
 from octavo.server.messages.message_protocol import AnthropicModel, AnthropicModelList
 from octavo.server.protocol_admin import Index, Model, ModelList, Version
 from octavo.server.service import ServedModel, Service, service_of
@@ -52,17 +52,11 @@ def _of_anthropic(model: Model) -> AnthropicModel:
 async def health(request: Request) -> Response:
     """Status 200 while requests are computed; 503 while an engine is started again, after its end, or at shutdown."""
     service = service_of(request)
-    if service.closing:
-        raise ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
-    service.llm.check_alive()
+    service.check_running()
     if not service.llm.is_available:
-        raise ApiError(
-            503,
-            "no engine computes requests at this moment; those that are sent now wait for one",
-            kind="server_error",
-            code="engine_starting",
-            headers={"Retry-After": str(service.llm.retry_after)},
-        )
+        message = "no engine computes requests at this moment; those that are sent now wait for one"
+        headers = {"Retry-After": str(service.llm.retry_after)}
+        raise server_error(503, message, "engine_starting", headers=headers)
     return Response(b'{"status":"ok"}', media_type="application/json")
 
 

@@ -13,12 +13,13 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 
 from octavo.core.adapters import LoRARequest
-from octavo.core.errors import AdapterError, InvalidRequestError
+from octavo.core.errors import AdapterConflictError, AdapterError, InvalidRequestError
+from octavo.core.outputs import CompletionOutput
 from octavo.core.server_options import CHARS_PER_TOKEN, ServerOptions
 from octavo.engine.adapter_folder import AdapterResolver, find_by_name, make_resolver
 from octavo.engine.adapter_registry import Adapter, listed
 from octavo.engine.async_llm import AsyncLLM
-from octavo.server.api_errors import ApiError, invalid, unsupported
+from octavo.server.api_errors import ApiError, invalid, server_error, unsupported
 from octavo.server.chat_formats import ChatFormats
 from octavo.server.metrics import Metrics
 from octavo.server.queue_limit import QueueLimit
@@ -79,6 +80,29 @@ class Service:
         """What the model can do: "generate" and the tasks of ``PoolingParams``."""
         return self.llm.front_end.pooling.tasks
 
+    def check_running(self) -> None:
+        """Refuses a request while the server shuts down.
+
+        Raises:
+            ApiError: 503.
+            EngineDeadError: the engine has ended, and is not started again.
+        """
+        if self.closing:
+            raise server_error(503, "the server is shutting down", "shutting_down")
+        self.llm.check_alive()
+
+    def check_completion(self, completion: CompletionOutput, model: ServedModel) -> None:
+        """Raises if a request was ended by the server itself, or failed as its adapter could not be loaded.
+
+        Raises:
+            ApiError: 503, the server shuts down.
+            AdapterConflictError: the adapter's files are no longer what they were.
+        """
+        if completion.finish_reason == "abort":
+            raise server_error(503, "the request was ended as the server shuts down", "aborted")
+        if completion.adapter_failed and model.adapter is not None:
+            raise AdapterConflictError(self._without_path(completion.error or "", model.name))
+
     def require(self, task: str) -> None:
         """Refuses a task that the model cannot do.
 
@@ -99,9 +123,7 @@ class Service:
             ApiError: 404, the name is not served; 503, the server shuts down.
             AdapterError: the adapter that the resolver found cannot be used.
         """
-        if self.closing:
-            raise ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
-        self.llm.check_alive()
+        self.check_running()
         if wanted is None or wanted in self.model_names:
             return ServedModel(wanted or self.model_names[0])
         adapter = self.llm.adapters.get(wanted)
@@ -151,7 +173,7 @@ class Service:
             return str(Path(path).relative_to(real))
         return Path(path).name
 
-    def without_path(self, message: str, name: str) -> str:
+    def _without_path(self, message: str, name: str) -> str:
         """A message about an adapter for clients, who shall not see where the server keeps it."""
         path = self.llm.adapters.named(name).ref.path
         return message.replace(path, self.shown_path(path))

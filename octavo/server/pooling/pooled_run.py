@@ -15,12 +15,11 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.core.errors import AdapterConflictError
 from octavo.core.outputs import CompletionOutput
 from octavo.core.pooling_outputs import Pooled
 from octavo.core.pooling_params import PoolingParams, PoolingTask
 from octavo.core.request_options import RequestOptions
-from octavo.server.api_errors import ApiError, invalid
+from octavo.server.api_errors import invalid, server_error
 from octavo.server.cancellation import with_cancellation
 from octavo.server.logging import log_fields, log_prompt
 from octavo.server.middleware import client_of
@@ -160,20 +159,16 @@ class PooledRun:
         error = output.outputs.error
         if error is None:
             return
-        if end.finish_reason == "abort":
-            message = "the request was ended as the server shuts down"
-            raise ApiError(503, message, kind="server_error", code="aborted")
+        self.service.check_completion(end, self.model)
         param = each.place.partition("[")[0]
         if end.finish_reason == "ignored" or end.exceeds_kv_cache:
             raise invalid(param, f"{each.place}: {error}", "context_length_exceeded")
-        if end.adapter_failed and self.model.adapter is not None:
-            raise AdapterConflictError(self.service.without_path(error, self.model.name))
         logger.error("request %s failed: %s", output.request_id, error)
         if error.startswith(_NOT_FINITE):
             message = f"{each.place}: {error}"
-            raise ApiError(500, message, kind="server_error", param=param, code="result_not_finite")
+            raise server_error(500, message, "result_not_finite", param=param)
         message = f"the engine failed on {each.place}"
-        raise ApiError(500, message, kind="server_error", param=param, code="engine_error")
+        raise server_error(500, message, "engine_error", param=param)
 
 
 def pooling_params(body: PooledFields, task: PoolingTask, dimensions: int | None = None) -> PoolingParams:
