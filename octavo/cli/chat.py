@@ -20,7 +20,7 @@ from octavo.cli.engine_flags import (
     read_lora,
     take_model,
 )
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, errors_of_the_call
 from octavo.cli.sampling_flags import add_sampling_flags, read_sampling_params
 from octavo.core.adapters import LoRARequest
 from octavo.core.config import EngineConfig
@@ -86,10 +86,8 @@ def run(arguments: Arguments) -> int:
     apply_verbosity(arguments)
     lora = read_lora(arguments)
     config = read_engine_config(arguments, take_model(arguments))
-    try:
+    with errors_of_the_call():
         params = read_sampling_params(arguments, DEFAULTS)
-    except InvalidRequestError as e:
-        raise ConfigError(str(e)) from None
     _refuse_base_model(config)
     from octavo.engine.model_files import find_files
 

@@ -18,7 +18,15 @@ from octavo.cli.engine_flags import (
     read_engine_config,
     take_model,
 )
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_output, write_line
+from octavo.cli.parsing import (
+    EXIT_FAILED,
+    Arguments,
+    Parser,
+    add_json_flag,
+    errors_of_the_call,
+    json_output,
+    write_line,
+)
 from octavo.cli.text_rows import TextRow, TextSource
 from octavo.cli.vector_files import check_output, open_output
 from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
@@ -104,12 +112,10 @@ def run(arguments: Arguments) -> int:
     config = read_engine_config(arguments, take_model(arguments, more_words=True))
     source = make_source(arguments.words, arguments.input, arguments.column, "--input")
     check_output(arguments.output, source.file)
-    try:
+    with errors_of_the_call():
         params = PoolingParams(
             task="embed", dimensions=arguments.dimensions, truncate_prompt_tokens=read_truncate(arguments)
         )
-    except InvalidRequestError as e:
-        raise ConfigError(str(e)) from None
     with ExitStack() as stack:
         json_out = stack.enter_context(json_output(arguments))
         total, start = source.count(), time.monotonic()
@@ -162,12 +168,10 @@ def _check(files: ModelFiles, params: PoolingParams, prompt_name: str | None) ->
     from octavo.engine.pooling_inputs import PoolingInputs
 
     pooling = PoolingInputs(files, InputProcessor(files))
-    try:
+    with errors_of_the_call():
         pooling.require("embed")
         pooling.embedding_prompt("text", prompt_name)
         pooling.process("check", [0], params)
-    except InvalidRequestError as e:
-        raise ConfigError(str(e)) from None
     return params.dimensions or pooling.vector_size
 
 

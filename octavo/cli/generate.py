@@ -18,10 +18,18 @@ from octavo.cli.engine_flags import (
     read_lora,
     take_model,
 )
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_output, write_line
+from octavo.cli.parsing import (
+    EXIT_FAILED,
+    Arguments,
+    Parser,
+    add_json_flag,
+    errors_of_the_call,
+    json_output,
+    write_line,
+)
 from octavo.cli.prompt_files import Job, read_jobs
 from octavo.cli.sampling_flags import PREFIX, add_beam_flags, add_sampling_flags, number
-from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
+from octavo.core.errors import InvalidRequestError, WorkerError
 from octavo.core.outputs import RequestMetrics, RequestOutput
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, RequestOutputKind, SamplingParams
@@ -84,12 +92,10 @@ def run(arguments: Arguments) -> int:
     apply_verbosity(arguments)
     lora = read_lora(arguments)
     config = read_engine_config(arguments, take_model(arguments, more_words=True))
-    try:
+    with errors_of_the_call():
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}
         options = RequestOptions(priority=arguments.priority, user=arguments.user or "", lora_request=lora)
         jobs = read_jobs(arguments.words, arguments.input, sampling, as_chat=arguments.chat, options=options)
-    except InvalidRequestError as e:
-        raise ConfigError(str(e)) from None
     with json_output(arguments) as json_out:
         start = time.monotonic()
         from octavo.engine.llm_engine import LLMEngine

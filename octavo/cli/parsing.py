@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, InvalidRequestError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -144,6 +144,15 @@ def write_line(stream: IO[str], value: Any) -> None:
 
     stream.write(msgspec.json.encode(value).decode() + "\n")
     stream.flush()
+
+
+@contextmanager
+def errors_of_the_call() -> Iterator[None]:
+    """Within it, what is wrong with a request is wrong with the call itself: a ``ConfigError`` with the same text."""
+    try:
+        yield
+    except InvalidRequestError as e:
+        raise ConfigError(str(e)) from None
 
 
 def check_range(arguments: Arguments, *names: str, least: int = 1, most: int | None = None) -> None:

@@ -14,8 +14,16 @@ from octavo.cli.engine_flags import (
     read_engine_config,
     take_model,
 )
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, check_range, json_output, write_line
-from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.cli.parsing import (
+    EXIT_FAILED,
+    Arguments,
+    Parser,
+    add_json_flag,
+    check_range,
+    errors_of_the_call,
+    json_output,
+    write_line,
+)
 from octavo.core.pooling_outputs import ScoringOutput
 from octavo.core.pooling_params import PoolingParams
 
@@ -66,10 +74,8 @@ def run(arguments: Arguments) -> int:
         from octavo.engine.llm import LLM
 
         llm = LLM(**config.model_dump(exclude_unset=True))
-        try:
+        with errors_of_the_call():
             llm.front_end.pooling.require("score")
-        except InvalidRequestError as e:
-            raise ConfigError(str(e)) from None
         load_seconds, start = time.monotonic() - start, time.monotonic()
         texts, results = [row.text for row in good if isinstance(row.text, str)], []
         outputs = (
