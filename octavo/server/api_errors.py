@@ -163,7 +163,7 @@ def _nothing_at(path: str, paths: Sequence[str]) -> ApiError:
     hint = next((hint for begin, hint in _ELSEWHERE.items() if path.startswith(begin)), None)
     if hint is None:
         # With or without the version, which clients add to the base address or do not.
-        near = [known for known in (f"/v1{path}", path.removeprefix("/v1")) if known in paths]
+        near = [address for address in (f"/v1{path}", path.removeprefix("/v1")) if address in paths]
         near += difflib.get_close_matches(path, paths, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]}?" if near else "/docs lists all addresses"
     message = f"there is nothing at this address ({path[:100]}); {hint}"
@@ -172,8 +172,8 @@ def _nothing_at(path: str, paths: Sequence[str]) -> ApiError:
 
 def _param(message: str) -> str | None:
     """Messages about a parameter begin with its name."""
-    found = re.match(r"([a-z_]+)(\.[a-z_]+|\[[^\]]*\])*(:? |$)", message)
-    name = found.group(1) if found else ""
+    match = re.match(r"([a-z_]+)(\.[a-z_]+|\[[^\]]*\])*(:? |$)", message)
+    name = match.group(1) if match else ""
     name = _OTHER_NAMES.get(name, name)
     return name if "_" in name or name in _PLAIN_NAMES else None
 

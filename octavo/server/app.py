@@ -246,8 +246,8 @@ def _add(
     of the model, or for none.
     """
     is_busy = is_busy or stream
-    known = {**_ALWAYS, **(_WITH_BODY if method == "POST" else {}), **(errors or {}), **(_BUSY if is_busy else {})}
-    responses: dict[int | str, dict[str, Any]] = _errors(known, error)
+    texts = {**_ALWAYS, **(_WITH_BODY if method == "POST" else {}), **(errors or {}), **(_BUSY if is_busy else {})}
+    responses: dict[int | str, dict[str, Any]] = _errors(texts, error)
     if stream:
         responses[200] = {"content": {"text/event-stream": {"schema": {}}}}
     app.add_api_route(
@@ -264,8 +264,8 @@ def _add(
     route.task = "generate" if stream else task
 
 
-def _errors(known: dict[int, str], error: type = Error) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": error, "description": text} for status, text in sorted(known.items())}
+def _errors(texts: dict[int, str], error: type = Error) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": error, "description": text} for status, text in sorted(texts.items())}
 
 
 def _describe(app: FastAPI, *, with_keys: bool) -> None:

@@ -101,17 +101,17 @@ class _PendingCompletion(PendingResponse):
         ids = choice.completion.token_ids if self._sends_ids else []
         if not deltas and ((logprobs is not None and logprobs.content) or ids):
             deltas = [Delta(content="")]
-        found = [self._chunk(choice, delta) for delta in deltas]
-        if found:
-            found[0].choices[0].logprobs = logprobs
-        if found and self._sends_ids:
-            found[0].choices[0].token_ids = ids
+        chunks = [self._chunk(choice, delta) for delta in deltas]
+        if chunks:
+            chunks[0].choices[0].logprobs = logprobs
+        if chunks and self._sends_ids:
+            chunks[0].choices[0].token_ids = ids
         if choice.finish_reason is not None:
             last = self._chunk(choice, Delta())
             last.choices[0].finish_reason = choice.finish_reason
             last.choices[0].stop_reason = choice.stop_reason
-            found.append(last)
-        return found
+            chunks.append(last)
+        return chunks
 
     def _tracker(self, output: RequestOutput) -> LogprobsTracker | None:
         """Tracks the logprobs of one choice; None if they are not requested."""
@@ -130,9 +130,9 @@ class _PendingCompletion(PendingResponse):
         part = ChunkChoice(delta=delta, finish_reason=None, index=choice.index, logprobs=None)
         return self._make([part], **self.chat.generation.chunk_usage())
 
-    def _make(self, found: list[ChunkChoice], **more: Any) -> ChatCompletionChunk:
+    def _make(self, choices: list[ChunkChoice], **more: Any) -> ChatCompletionChunk:
         fields = self.chat.generation.response_fields()
-        return ChatCompletionChunk(choices=found, object="chat.completion.chunk", **fields, **more)
+        return ChatCompletionChunk(choices=choices, object="chat.completion.chunk", **fields, **more)
 
 
 def _echoed(body: ChatCompletionRequest) -> str:

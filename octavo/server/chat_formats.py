@@ -39,10 +39,10 @@ class ChatFormats:
         """
         if not self.finds_tools:
             return self._tool_parser
-        found = find_tool_parser(template)
-        if found is None and not {"tools", "custom_tools"} & variables:
+        parser = find_tool_parser(template)
+        if parser is None and not {"tools", "custom_tools"} & variables:
             return Hermes  # the prompt describes this format
-        return found
+        return parser
 
     def reasoning_parser(self, template: str) -> type[ReasoningParser] | None:
         """The same for reasoning; None: it is not told from content."""

@@ -130,8 +130,8 @@ async def _thinks(
     template: RequestTemplate,
 ) -> bool:
     """Whether the model reasons first although its prompt does not open it: one that the template can turn off does."""
-    known = [name for name in THINKING_VARIABLES if name in template.variables]
-    if not known or any((body.chat_template_kwargs or {}).get(name) is False for name in known):
+    switches = [name for name in THINKING_VARIABLES if name in template.variables]
+    if not switches or any((body.chat_template_kwargs or {}).get(name) is False for name in switches):
         return False
-    off = await render_chat(service, template, body.messages, body, tools.shown, **dict.fromkeys(known, False))
+    off = await render_chat(service, template, body.messages, body, tools.shown, **dict.fromkeys(switches, False))
     return reasoning.state_after(off) is Thinking.AFTER

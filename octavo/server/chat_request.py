@@ -112,8 +112,8 @@ class Chat:
             ApiError, InvalidRequestError: as ``outputs``.
         """
         async with aclosing(self.outputs()) as outputs:
-            found = [choices async for choices in outputs]
-        return found[-1]
+            increments = [choices async for choices in outputs]
+        return increments[-1]
 
     def _events(self, output: RequestOutput, completion: CompletionOutput) -> ChoiceEvents:
         parser = self._parsers.get(completion.index)

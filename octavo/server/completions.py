@@ -61,7 +61,7 @@ class _PendingTexts(PendingResponse):
     generation: Generation
 
     async def complete(self) -> bytes:
-        found = []  # the choices of the first prompt, then those of the next
+        choices = []  # the choices of the first prompt, then those of the next
         for number, output in enumerate(await self.generation.finish()):
             for completion in self.generation.choices(output):
                 choice = self._choice(number, completion, completion.finish_reason)
@@ -72,8 +72,8 @@ class _PendingTexts(PendingResponse):
                 choice.stop_reason = completion.stop_reason
                 if self.body.return_token_ids:
                     choice.token_ids, choice.prompt_token_ids = completion.token_ids, output.prompt_token_ids
-                found.append(choice)
-        return self._completion(found, usage=self.generation.usage()).encode()
+                choices.append(choice)
+        return self._completion(choices, usage=self.generation.usage()).encode()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         trackers: dict[int, LogprobsTracker | None] = {}
@@ -102,26 +102,26 @@ class _PendingTexts(PendingResponse):
     ) -> list[Completion]:
         """Chunks of one choice: the prompt if this is the first, new text, the finish reason in a chunk of its own."""
         logprobs = self._logprobs(completion, tracker)
-        found = []
+        chunks = []
         ids = bool(self.body.return_token_ids)
         if fresh and (self.body.echo or output.prompt_logprobs is not None or ids):
             choice = self._choice(number, completion, None)
             self._add_prompt(choice, None, number, output)
             if ids:
                 choice.prompt_token_ids, choice.token_ids = output.prompt_token_ids, []
-            found.append(self._chunk(choice))
+            chunks.append(self._chunk(choice))
         if completion.text or (logprobs is not None and logprobs.tokens) or (ids and completion.token_ids):
             choice = self._choice(number, completion, None)
             choice.text = completion.text
             if ids:
                 choice.token_ids = completion.token_ids
             choice.logprobs = logprobs
-            found.append(self._chunk(choice))
+            chunks.append(self._chunk(choice))
         if completion.finished:
             choice = self._choice(number, completion, completion.finish_reason)
             choice.stop_reason = completion.stop_reason
-            found.append(self._chunk(choice))
-        return found
+            chunks.append(self._chunk(choice))
+        return chunks
 
     def _tracker(self, number: int, output: RequestOutput) -> LogprobsTracker | None:
         """Tracks the logprobs of one choice; None if they are not requested."""
@@ -173,5 +173,5 @@ class _PendingTexts(PendingResponse):
     def _chunk(self, choice: CompletionChoice) -> Completion:
         return self._completion([choice], **self.generation.chunk_usage())
 
-    def _completion(self, found: list[CompletionChoice], **more: Usage | None) -> Completion:
-        return Completion(choices=found, object="text_completion", **self.generation.response_fields(), **more)
+    def _completion(self, choices: list[CompletionChoice], **more: Usage | None) -> Completion:
+        return Completion(choices=choices, object="text_completion", **self.generation.response_fields(), **more)

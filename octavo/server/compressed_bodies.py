@@ -34,8 +34,8 @@ def _one(body: bytes, name: str, max_bytes: int) -> bytes:
     if name == "zstd":
         return _zstd(body, max_bytes)
     if name not in _ZLIB:
-        known = ", ".join(("gzip", "deflate", "zstd"))
-        message = f"Content-Encoding {name[:50]!r} is not known here; send the body as it is, or as {known}"
+        codings = ", ".join(("gzip", "deflate", "zstd"))
+        message = f"Content-Encoding {name[:50]!r} is not known here; send the body as it is, or as {codings}"
         raise ApiError(415, message, code="unsupported_encoding")
     return _decoded(zlib.decompressobj(_ZLIB[name]), zlib.error, body, name, max_bytes)
 

@@ -26,11 +26,11 @@ def docs_page(description: dict[str, Any]) -> str:
 
 
 def _route(name: str, route: dict[str, Any], schemas: dict[str, Any]) -> str:
-    found = f"<h2>{escape(name)}</h2><p>{escape(route.get('description', ''))}</p>"
+    page = f"<h2>{escape(name)}</h2><p>{escape(route.get('description', ''))}</p>"
     if "requestBody" in route:
-        found += _fields(_schema(route["requestBody"]["content"]["application/json"]["schema"], schemas))
+        page += _fields(_schema(route["requestBody"]["content"]["application/json"]["schema"], schemas))
     statuses = [(status, response["description"]) for status, response in route["responses"].items()]
-    return found + _details("Responses", _table(statuses))
+    return page + _details("Responses", _table(statuses))
 
 
 def _fields(schema: dict[str, Any]) -> str:

@@ -44,24 +44,24 @@ def read_form(body: FormFields) -> Form | None:
     Raises:
         ApiError, InvalidRequestError: several fields say one, or its field is wrong; the message begins with its name.
     """
-    found: dict[str, Form] = {}
+    forms: dict[str, Form] = {}
     if body.response_format is not None and (form := _of_response_format(body.response_format)) is not None:
-        found["response_format"] = form
+        forms["response_format"] = form
     if body.structured_outputs is not None:
         params = structured_outputs_of(body.structured_outputs)
-        found["structured_outputs"] = Form(f"structured_outputs.{params.form}", params)
+        forms["structured_outputs"] = Form(f"structured_outputs.{params.form}", params)
     for field, name in _OTHER_NAMES.items():
         value = getattr(body, field)
         if value is not None and value != "":
             options: dict[str, Any] = {name: value}
             if field == "guided_json":
                 options["whitespace_pattern"] = body.guided_whitespace_pattern or None
-            found[field] = Form(field, _made(field, options))
-    if len(found) > 1:
-        raise invalid(list(found)[-1], f"{' and '.join(found)} each say the form of the answer; give one of them")
-    if body.guided_whitespace_pattern and "guided_json" not in found:
+            forms[field] = Form(field, _made(field, options))
+    if len(forms) > 1:
+        raise invalid(list(forms)[-1], f"{' and '.join(forms)} each say the form of the answer; give one of them")
+    if body.guided_whitespace_pattern and "guided_json" not in forms:
         raise invalid("guided_whitespace_pattern", "guided_whitespace_pattern is allowed only with guided_json")
-    return next(iter(found.values()), None)
+    return next(iter(forms.values()), None)
 
 
 def renamed(error: InvalidRequestError, body: FormFields) -> InvalidRequestError:
@@ -80,30 +80,31 @@ def form_error(error: str | None, params: SamplingParams | BeamSearchParams) -> 
     return f"structured_outputs.{form.form}: {error.partition(chr(10))[0]}"
 
 
-def _of_response_format(given: ResponseFormat) -> Form | None:
+def _of_response_format(response_format: ResponseFormat) -> Form | None:
     fields = {"json_schema": ("json_schema",), "json_object": ("schema",), "structural_tag": ("structures", "triggers")}
     values = {
-        "json_schema": given.json_schema,
-        "schema": given.schema_,
-        "structures": given.structures,
-        "triggers": given.triggers,
+        "json_schema": response_format.json_schema,
+        "schema": response_format.schema_,
+        "structures": response_format.structures,
+        "triggers": response_format.triggers,
     }
     for name, value in values.items():
-        if value is not None and name not in fields.get(given.type, ()):
-            raise invalid("response_format", f"response_format.{name} is not of type {given.type!r}")
-    if given.type == "json_object":
-        if given.schema_ is not None:
-            return Form("response_format.schema", StructuredOutputsParams(json=given.schema_))
+        if value is not None and name not in fields.get(response_format.type, ()):
+            raise invalid("response_format", f"response_format.{name} is not of type {response_format.type!r}")
+    if response_format.type == "json_object":
+        if response_format.schema_ is not None:
+            return Form("response_format.schema", StructuredOutputsParams(json=response_format.schema_))
         return Form("response_format", StructuredOutputsParams(json_object=True))
-    if given.type == "json_schema":
-        if given.json_schema is None or given.json_schema.schema_ in (None, False):
+    if response_format.type == "json_schema":
+        if response_format.json_schema is None or response_format.json_schema.schema_ in (None, False):
             raise invalid("response_format", "response_format.json_schema.schema must be a JSON schema")
         params = StructuredOutputsParams(
-            json=given.json_schema.schema_, disable_additional_properties=given.json_schema.strict or None
+            json=response_format.json_schema.schema_,
+            disable_additional_properties=response_format.json_schema.strict or None,
         )
         return Form("response_format.json_schema.schema", params)
-    if given.type == "structural_tag":
-        tag = {"structures": given.structures, "triggers": given.triggers}
+    if response_format.type == "structural_tag":
+        tag = {"structures": response_format.structures, "triggers": response_format.triggers}
         return Form("response_format", StructuredOutputsParams(structural_tag=tag))
     return None
 

@@ -157,10 +157,10 @@ def make_chat_logprobs(names: TokenNames, tokens: list[Token], top: int) -> Choi
     """Logprobs in the format of chat completions, with the ``top`` most likely tokens at each position."""
     content = []
     for token in tokens:
-        known = token.logprobs or {}
-        own = names.of_chat(token.token_id, known[token.token_id].logprob)
+        logprobs = token.logprobs or {}
+        name = names.of_chat(token.token_id, logprobs[token.token_id].logprob)
         most_likely = [names.of_chat(i, logprob) for i, logprob in _most_likely(token, top)]
-        content.append(TokenLogprob(token=own.token, bytes=own.bytes, logprob=own.logprob, top_logprobs=most_likely))
+        content.append(TokenLogprob(token=name.token, bytes=name.bytes, logprob=name.logprob, top_logprobs=most_likely))
     return ChoiceLogprobs(content=content, refusal=None)
 
 
@@ -205,28 +205,28 @@ def _place(text: str, piece: str, start: int) -> int | None:
 def make_prompt_logprobs(logprobs: list[TokenLogprobs | None]) -> PromptLogprobs:
     """Logprobs of a prompt: for each token None, or a dict by token id."""
 
-    def plain(known: TokenLogprobs) -> dict[str, dict[str, Any]]:
+    def plain(entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
         return {
             str(token_id): {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": p.decoded_token}
-            for token_id, p in known.items()
+            for token_id, p in entry.items()
         }
 
-    return [None if known is None else plain(known) for known in logprobs]
+    return [None if entry is None else plain(entry) for entry in logprobs]
 
 
 def _most_likely(token: Token, top: int) -> list[tuple[int, float]]:
     """(id, logprob) of the ``top`` most likely tokens of a position, the most likely first."""
-    known = dict(token.logprobs or {})
-    if len(known) > top:
-        del known[token.token_id]  # it is included as the generated token, not as one of the most likely
-    return [(i, p.logprob) for i, p in sorted(known.items(), key=lambda item: (-item[1].logprob, item[1].rank))]
+    logprobs = dict(token.logprobs or {})
+    if len(logprobs) > top:
+        del logprobs[token.token_id]  # it is included as the generated token, not as one of the most likely
+    return [(i, p.logprob) for i, p in sorted(logprobs.items(), key=lambda item: (-item[1].logprob, item[1].rank))]
 
 
-def _by_name(names: TokenNames, known: TokenLogprobs | None) -> dict[str, float] | None:
-    if known is None:
+def _by_name(names: TokenNames, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
+    if logprobs is None:
         return None
     named: dict[str, float] = {}
-    for token_id, p in known.items():
+    for token_id, p in logprobs.items():
         # Different tokens may have the same text; the generated one comes first.
         named.setdefault(names.of_completion(token_id), _finite(p.logprob))
     return named

@@ -25,8 +25,8 @@ def check_roles(messages: Sequence[ChatMessage], template: str) -> None:
     for i, message in enumerate(messages):
         role = message.role
         if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
-            known = ", ".join(sorted(_ROLES))
-            error = f"messages[{i}].role: {role[:100]!r} is none of {known}, and the chat template does not name it"
+            roles = ", ".join(sorted(_ROLES))
+            error = f"messages[{i}].role: {role[:100]!r} is none of {roles}, and the chat template does not name it"
             raise invalid("messages", error)
 
 

@@ -186,10 +186,10 @@ class ApiKeyMiddleware:
 
 def _key_of(headers: Headers) -> str | None:
     """The key of a request, from either header; empty if it is of another scheme; None if there is none."""
-    given = headers.get("authorization")
-    if given is None:
+    authorization = headers.get("authorization")
+    if authorization is None:
         return headers.get("x-api-key")  # Anthropic's clients
-    scheme, _, key = given.partition(" ")
+    scheme, _, key = authorization.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
@@ -216,8 +216,8 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _refusal(given: str | None) -> ApiError:
+def _refusal(key: str | None) -> ApiError:
     message = (
-        "no API key was sent; send it as 'Authorization: Bearer KEY'" if given is None else "the API key is not known"
+        "no API key was sent; send it as 'Authorization: Bearer KEY'" if key is None else "the API key is not known"
     )
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

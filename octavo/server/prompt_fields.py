@@ -34,20 +34,21 @@ async def read_prompts(service: Service, body: CompletionRequest) -> list[Tokens
     Raises:
         ApiError: there is no prompt, there are too many, or one is too long.
     """
-    given: Any = body.prompt
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
-    if not given:
+    prompts: Any = body.prompt
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        prompts = [prompts]
+    if not prompts:
         raise invalid("prompt", "prompt must not be an empty list")
     limit = service.options.max_sequences_per_request
-    if len(given) > limit:
-        raise ApiError(400, f"prompt holds {len(given)} prompts; at most {limit} can be served at once", param="prompt")
+    if len(prompts) > limit:
+        message = f"prompt holds {len(prompts)} prompts; at most {limit} can be served at once"
+        raise ApiError(400, message, param="prompt")
     special = body.add_special_tokens is not False
-    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if body.suffix:
         return await _around_a_gap(service, body, texts)
     if not texts:
-        return [TokensPrompt(prompt_token_ids=prompt) for prompt in given]
+        return [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
     ids = await encode(service, texts, special)
     return [TokensPrompt(prompt=text, prompt_token_ids=tokens) for text, tokens in zip(texts, ids, strict=True)]
 
@@ -86,8 +87,8 @@ async def read_prediction(service: Service, prediction: Prediction | None) -> li
     """
     if prediction is None:
         return None
-    given = prediction.content
-    text = given if isinstance(given, str) else "".join(part.text for part in given)
+    content = prediction.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
     [token_ids] = await encode(service, [text], add_special_tokens=False, param="prediction")
     return token_ids
 

@@ -41,6 +41,6 @@ async def renamed_outputs(chat: Chat, names: Mapping[str, str]) -> AsyncGenerato
 
 def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """In ``param``, and in the message where the name cannot be another word."""
-    message = re.sub(r"[a-z]+(_[a-z]+)+", lambda found: names.get(found[0], found[0]), error.message)
+    message = re.sub(r"[a-z]+(_[a-z]+)+", lambda match: names.get(match[0], match[0]), error.message)
     param = None if error.param is None else names.get(error.param, error.param)
     return ApiError(error.status, message, kind=error.kind, param=param, code=error.code, headers=error.headers)

@@ -105,8 +105,8 @@ def _told(kind: type[BaseModel], value: Any, errors: Sequence[ErrorDetails]) -> 
     if error["type"] == REFUSED:
         return unsupported(field, f"{place} is not supported{error['msg']}")
     if error["type"] == "union_tag_invalid":
-        name, tag, known = (str(error["ctx"][part]) for part in ("discriminator", "tag", "expected_tags"))
-        return unsupported(field, f"{place}.{name.strip(chr(39))} is not supported: {tag[:100]!r} is none of {known}")
+        name, tag, tags = (str(error["ctx"][part]) for part in ("discriminator", "tag", "expected_tags"))
+        return unsupported(field, f"{place}.{name.strip(chr(39))} is not supported: {tag[:100]!r} is none of {tags}")
     return invalid(field, f"{place}: {_words(error)}")
 
 

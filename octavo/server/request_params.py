@@ -58,14 +58,14 @@ def make_sampling_params(
         if getattr(body, name) is not None:
             raise unsupported(name, f"{name} is of beam search only; set use_beam_search to true with it")
     form = read_form(body)
-    own = {
+    fields = {
         "max_tokens": max_tokens,
         "logprobs": logprobs if body.logprob_token_ids is None else 0,
         "prompt_logprobs": prompt_logprobs,
         "structured_outputs": None if form is None else form.params,
         "extra_args": body.vllm_xargs,
     }
-    return SamplingParams(**{**defaults, **_given(body, _SHARED), **own})
+    return SamplingParams(**{**defaults, **_given(body, _SHARED), **fields})
 
 
 def make_beam_search_params(body: GenerationRequest, max_tokens: int) -> BeamSearchParams:

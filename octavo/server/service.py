@@ -116,7 +116,7 @@ class Service:
             message = str(e).replace(repr(self.llm.config.model), repr(self.model_names[0]))
             raise invalid("model", message, "unsupported_task") from None
 
-    async def model(self, wanted: str | None) -> ServedModel:
+    async def model(self, name: str | None) -> ServedModel:
         """The model that a request names; an adapter that is not loaded yet is, if the resolver finds it.
 
         Raises:
@@ -124,23 +124,23 @@ class Service:
             AdapterError: the adapter that the resolver found cannot be used.
         """
         self.check_running()
-        if wanted is None or wanted in self.model_names:
-            return ServedModel(wanted or self.model_names[0])
-        adapter = self.llm.adapters.get(wanted)
+        if name is None or name in self.model_names:
+            return ServedModel(name or self.model_names[0])
+        adapter = self.llm.adapters.get(name)
         if adapter is None and self.resolver is not None:
-            adapter = await self._resolve(self.resolver, wanted)
+            adapter = await self._resolve(self.resolver, name)
         if adapter is not None:
-            return ServedModel(wanted, adapter.request)
+            return ServedModel(name, adapter.request)
         names = listed([*self.model_names, *(adapter.name for adapter in self.llm.adapters)])
         raise ApiError(
-            404, f"the model {wanted!r} does not exist here; served: {names}", param="model", code="model_not_found"
+            404, f"the model {name!r} does not exist here; served: {names}", param="model", code="model_not_found"
         )
 
     async def _resolve(self, resolver: AdapterResolver, name: str) -> Adapter | None:
         """The adapter that a resolver finds by this name, loaded; one search serves all requests that wait for it."""
         async with self._resolving.setdefault(name, asyncio.Lock()):
-            if (known := self.llm.adapters.get(name)) is not None:
-                return known
+            if (adapter := self.llm.adapters.get(name)) is not None:
+                return adapter
             path = await asyncio.to_thread(find_by_name, resolver, name)
             if path is None:
                 return None
@@ -159,8 +159,8 @@ class Service:
             raise type(e)(str(e).replace(path, self.shown_path(path))) from None
 
     async def _add_adapter(self, name: str, path: str, in_place: bool = False) -> bool:
-        known = self.llm.adapters.get(name)
-        number = self.llm.adapters.new_number() if known is None else known.number
+        adapter = self.llm.adapters.get(name)
+        number = self.llm.adapters.new_number() if adapter is None else adapter.number
         added = await self.llm.add_lora(LoRARequest(name, number, path), load_inplace=in_place)
         what = "loaded" if added else "was loaded already"
         logger.info("adapter %s %s", name, what, extra={"fields": {"path": path}})

@@ -51,11 +51,11 @@ def read_tools(
     Raises:
         ApiError: 400, naming what is wrong and where.
     """
-    given = tools or []
-    if len(given) > MAX_TOOLS:
-        raise invalid("tools", f"tools has {len(given)} functions; at most {MAX_TOOLS} are served")
+    entries = tools or []
+    if len(entries) > MAX_TOOLS:
+        raise invalid("tools", f"tools has {len(entries)} functions; at most {MAX_TOOLS} are served")
     schemas: dict[str, Mapping[str, Any]] = {}
-    for i, tool in enumerate(given):
+    for i, tool in enumerate(entries):
         name = _checked_name(tool, i)
         if name in schemas:
             raise invalid("tools", f"tools[{i}].function.name: there are two functions {name!r}")
@@ -64,10 +64,10 @@ def read_tools(
     if choice == "none":
         return RequestTools(None, {}, choice, frozenset(), False, {})
     return RequestTools(
-        shown=[_plain(tool) for tool in given],
+        shown=[_plain(tool) for tool in entries],
         callable={name: schemas[name] for name in names},
         choice=choice,
-        strict=frozenset(tool.function.name for tool in given if tool.function.strict) & frozenset(names),
+        strict=frozenset(tool.function.name for tool in entries if tool.function.strict) & frozenset(names),
         parallel=parallel_tool_calls is not False and choice != "named",
         places={name: i for i, name in enumerate(schemas)},
     )
@@ -127,39 +127,39 @@ def _check_schema(schema: object, place: str, depth: int) -> None:
 
 
 def _choice(
-    given: str | ToolChoice | None, names: list[str]
+    tool_choice: str | ToolChoice | None, names: list[str]
 ) -> tuple[Literal["none", "auto", "required", "named"], list[str]]:
     """The choice, and the functions that may be called."""
-    if given is None or given == "auto":
+    if tool_choice is None or tool_choice == "auto":
         return ("auto" if names else "none"), names
-    if given == "none":
+    if tool_choice == "none":
         return "none", []
     if not names:
         raise invalid("tool_choice", "tool_choice is allowed only with tools")
-    if given == "required":
+    if tool_choice == "required":
         return "required", names
-    if isinstance(given, str):
-        raise invalid("tool_choice", f"tool_choice must be none, auto, required or an object, not {given!r:.100}")
-    if given.type == "function" and given.function is not None:
-        return "named", _known([given.function.name], names)
-    if given.type == "allowed_tools" and given.allowed_tools is not None:
-        allowed = given.allowed_tools
-        wanted = _known([tool.function.name for tool in allowed.tools if tool.function is not None], names)
-        if not wanted:
+    if isinstance(tool_choice, str):
+        raise invalid("tool_choice", f"tool_choice must be none, auto, required or an object, not {tool_choice!r:.100}")
+    if tool_choice.type == "function" and tool_choice.function is not None:
+        return "named", _known([tool_choice.function.name], names)
+    if tool_choice.type == "allowed_tools" and tool_choice.allowed_tools is not None:
+        allowed = tool_choice.allowed_tools
+        functions = _known([tool.function.name for tool in allowed.tools if tool.function is not None], names)
+        if not functions:
             raise invalid("tool_choice", "tool_choice.allowed_tools.tools must name a function")
-        return allowed.mode, [name for name in names if name in wanted]
+        return allowed.mode, [name for name in names if name in functions]
     raise invalid(
         "tool_choice",
         'tool_choice must be {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", '
-        f'"allowed_tools": {{"mode": ..., "tools": [...]}}}}; its type is {given.type!r:.100}',
+        f'"allowed_tools": {{"mode": ..., "tools": [...]}}}}; its type is {tool_choice.type!r:.100}',
     )
 
 
-def _known(wanted: list[str], names: list[str]) -> list[str]:
-    for name in wanted:
+def _known(functions: list[str], names: list[str]) -> list[str]:
+    for name in functions:
         if name not in names:
             raise invalid("tool_choice", f"tool_choice names the function {name!r:.100}, which is not among tools")
-    return wanted
+    return functions
 
 
 def _plain(tool: Tool) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class Tracer:
         self, output: RequestOutput | Pooled, observer: RequestObserver | PoolingObserver
     ) -> dict[str, Any]:
         times = output.metrics
-        found = {
+        attributes = {
             "gen_ai.response.id": output.request_id,
             "gen_ai.request.model": self._model,
             "gen_ai.usage.input_tokens": len(output.prompt_token_ids),
@@ -104,8 +104,8 @@ class Tracer:
             "octavo.queue_seconds": times.time_in_queue,
         }
         if times.first_token_time is not None:
-            found["octavo.time_to_first_token_seconds"] = times.first_token_time - times.arrival_time
-        return {name: value for name, value in found.items() if value is not None}
+            attributes["octavo.time_to_first_token_seconds"] = times.first_token_time - times.arrival_time
+        return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _phases(times: RequestMetrics, end: float) -> list[tuple[str, float, float]]:

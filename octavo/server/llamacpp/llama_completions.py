@@ -109,15 +109,15 @@ class _PendingCompletion(PendingResponse):
         self.body, self.generation, self.several = body, generation, several
 
     async def complete(self) -> bytes:
-        found = []
+        answers = []
         for number, output in enumerate(await self.generation.finish()):
             answer = self._last(number, output, output.outputs[0], len(output.outputs[0].token_ids))
             answer.content, answer.tokens = output.outputs[0].text, self._tokens(output.outputs[0])
             if self.body.n_probs:
                 tracker = self.generation.track(LogprobsTracker, output)
                 answer.completion_probabilities = self._probabilities(tracker, output.outputs[0])
-            found.append(answer)
-        bodies = [answer.encode() for answer in found]
+            answers.append(answer)
+        bodies = [answer.encode() for answer in answers]
         return b"[" + b",".join(bodies) + b"]" if self.several else bodies[0]
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -148,14 +148,14 @@ class _PendingCompletion(PendingResponse):
         named = make_chat_logprobs(self.generation.token_names, tokens, top).content
         found = []
         for token, entry in zip(tokens, named, strict=True):
-            known = token.logprobs or {}
-            ids = sorted(known, key=lambda i: (-known[i].logprob, known[i].rank))[: len(entry.top_logprobs)]
+            logprobs = token.logprobs or {}
+            ids = sorted(logprobs, key=lambda i: (-logprobs[i].logprob, logprobs[i].rank))[: len(entry.top_logprobs)]
             likeliest = [
                 LlamaTopToken(id=i, token=one.token, bytes=one.bytes, logprob=one.logprob)
                 for i, one in zip(ids, entry.top_logprobs, strict=True)
             ]
-            own = {"id": token.token_id, "token": entry.token, "bytes": entry.bytes, "logprob": entry.logprob}
-            found.append(LlamaToken(**own, top_logprobs=likeliest))
+            generated = {"id": token.token_id, "token": entry.token, "bytes": entry.bytes, "logprob": entry.logprob}
+            found.append(LlamaToken(**generated, top_logprobs=likeliest))
         return found
 
     def _last(

@@ -34,34 +34,34 @@ class GrowingMessage:
         """The message has begun."""
         return [{"type": "message_start", "message": self.message.model_dump()}]
 
-    def add(self, events: Iterable[ChatEvent]) -> list[Event]:
+    def add(self, chat_events: Iterable[ChatEvent]) -> list[Event]:
         """An increment of the choice."""
-        found = []
-        for event in events:
+        events = []
+        for event in chat_events:
             if isinstance(event, ContentDelta):
                 if not (self._is_open and isinstance(self.message.content[-1], TextBlock)):
-                    found += self._start(TextBlock(type="text", text=""))
-                found.append(self._delta("text", event.text))
+                    events += self._start(TextBlock(type="text", text=""))
+                events.append(self._delta("text", event.text))
             elif isinstance(event, ReasoningDelta):
                 if not (self._is_open and isinstance(self.message.content[-1], ThinkingBlock)):
-                    found += self._start(ThinkingBlock(type="thinking", thinking="", signature=""))
-                found.append(self._delta("thinking", event.text))
+                    events += self._start(ThinkingBlock(type="thinking", thinking="", signature=""))
+                events.append(self._delta("thinking", event.text))
             elif isinstance(event, ToolCallStart):
-                found += self._start(ToolUseBlock(type="tool_use", id=event.id, name=event.name, input={}))
+                events += self._start(ToolUseBlock(type="tool_use", id=event.id, name=event.name, input={}))
             else:
                 self._pieces.append(event.text)
                 delta = _delta("input_json", "partial_json", event.text)
-                found.append(self._of_block("content_block_delta", delta=delta))
-        return found
+                events.append(self._of_block("content_block_delta", delta=delta))
+        return events
 
     def end(self, reason: StopReason, stop_sequence: str | None, usage: MessageUsage) -> list[Event]:
         """The message has ended."""
-        found = self._stop()
+        events = self._stop()
         message = self.message
         message.stop_reason, message.stop_sequence, message.usage = reason, stop_sequence, usage
         delta = {"stop_reason": reason, "stop_sequence": stop_sequence}
-        found.append({"type": "message_delta", "delta": delta, "usage": usage.model_dump()})
-        return [*found, {"type": "message_stop"}]
+        events.append({"type": "message_delta", "delta": delta, "usage": usage.model_dump()})
+        return [*events, {"type": "message_stop"}]
 
     def _delta(self, kind: str, text: str) -> Event:
         """More of a text or of thinking; the type of the block is the name of the field that holds it."""
@@ -69,13 +69,13 @@ class GrowingMessage:
         return self._of_block("content_block_delta", delta=_delta(kind, kind, text))
 
     def _start(self, block: Block) -> list[Event]:
-        found = self._stop()
+        events = self._stop()
         self.message.content.append(block)
         self._is_open = True
-        found.append(self._of_block("content_block_start", content_block=block.model_dump()))
+        events.append(self._of_block("content_block_start", content_block=block.model_dump()))
         if len(self.message.content) == 1:
-            found.append({"type": "ping"})
-        return found
+            events.append({"type": "ping"})
+        return events
 
     def _stop(self) -> list[Event]:
         if not self._is_open:

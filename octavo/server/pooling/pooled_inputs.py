@@ -50,8 +50,8 @@ async def read_texts(
         ApiError: there is none, there are too many, or one cannot be served; it names the first.
         InvalidRequestError: the model has no such prompt.
     """
-    given: Any = body.input
-    if (given is None) == (body.messages is None):
+    value: Any = body.input
+    if (value is None) == (body.messages is None):
         raise invalid("input", "give input or messages, one of them")
     if body.messages is not None:
         if body.add_generation_prompt is None:
@@ -59,8 +59,8 @@ async def read_texts(
         text = await write_conversation(service, request, body.messages, body)
         single = PooledInput("messages", {"prompt": text})
         return await _tokenized(service, [single], body.truncate_prompt_tokens, body.add_special_tokens is True)
-    several = isinstance(given, list) and not (given and isinstance(given[0], int))
-    entries = given if several else [given]
+    several = isinstance(value, list) and not (value and isinstance(value[0], int))
+    entries = value if several else [value]
     check_number(service, "input", len(entries))
     inputs = []
     pooling = service.llm.front_end.pooling

@@ -100,7 +100,7 @@ class PooledRun:
         return await asyncio.to_thread(answer, outputs)
 
     async def _outputs(self) -> list[Pooled]:
-        service, found = self.service, dict[int, Pooled]()
+        service, outputs = self.service, dict[int, Pooled]()
         if service.options.log_prompts:
             for each in self.inputs:
                 log_prompt(each.prompt.get("prompt", each.token_ids))
@@ -112,7 +112,7 @@ class PooledRun:
 
         async def take() -> None:
             for number, each in waiting:
-                found[number] = await self._pool(f"{self.response_id}-{number}", each)
+                outputs[number] = await self._pool(f"{self.response_id}-{number}", each)
 
         try:
             if len(self.inputs) == 1:
@@ -128,7 +128,7 @@ class PooledRun:
         finally:
             service.queue.leave(*names)
             self._log()
-        return [found[i] for i in range(len(self.inputs))]
+        return [outputs[i] for i in range(len(self.inputs))]
 
     def _log(self) -> None:
         fields = log_fields(self.request.scope)
@@ -152,8 +152,8 @@ class PooledRun:
             if service.tracer is not None:
                 service.tracer.record(output, observer, self.request.headers)
             self._raise_if_failed(each, output, end)
-        found: Pooled = output
-        return found
+        pooled: Pooled = output
+        return pooled
 
     def _raise_if_failed(self, each: PooledInput, output: Pooled, end: CompletionOutput) -> None:
         error = output.outputs.error

@@ -38,13 +38,13 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     def answer(outputs: list[Pooled]) -> bytes:
         scores = _scores(service, pairs, outputs)
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
-        found: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
+        results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
         if with_documents:
-            for entry in found:
+            for entry in results:
                 entry["document"] = {"text": documents[entry["index"]]}
         usage = run.usage()
         meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": usage["prompt_tokens"]}}
-        fields = {"id": run.response_id, "model": model.name, "results": found, "usage": usage, "meta": meta}
+        fields = {"id": run.response_id, "model": model.name, "results": results, "usage": usage, "meta": meta}
         return encode_object(fields)
 
     return await run.respond(answer, deadline)
@@ -91,11 +91,11 @@ def _one_of(body: ScoreRequest, *names: str) -> tuple[str, list[str]]:
     Raises:
         ApiError: none of the fields is given, or several.
     """
-    given: dict[str, Texts] = {name: value for name in names if (value := getattr(body, name)) is not None}
-    if len(given) != 1:
-        what = "one of them" if given else "it is missing"
-        raise invalid(names[0], f"{' or '.join(given or names)}: {what}")
-    [(name, texts)] = given.items()
+    fields: dict[str, Texts] = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if len(fields) != 1:
+        what = "one of them" if fields else "it is missing"
+        raise invalid(names[0], f"{' or '.join(fields or names)}: {what}")
+    [(name, texts)] = fields.items()
     return name, [texts] if isinstance(texts, str) else list(texts)
 
 

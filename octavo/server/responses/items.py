@@ -25,9 +25,9 @@ Message = dict[str, Any]
 ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
 
-def input_items(given: str | list[InputItem]) -> list[InputItem]:
+def input_items(value: str | list[InputItem]) -> list[InputItem]:
     """The field ``input`` as a list of items."""
-    return [MessageItem(role="user", content=given)] if isinstance(given, str) else given
+    return [MessageItem(role="user", content=value)] if isinstance(value, str) else value
 
 
 def messages_of(items: Sequence[InputItem], earlier: Sequence[InputItem]) -> list[Message]:

@@ -78,84 +78,84 @@ class GrowingResponse:
         created = [] if waited else [self._whole("response.created")]
         return [*created, self._whole("response.in_progress")]
 
-    def add(self, events: Iterable[ChatEvent]) -> list[Event]:
+    def add(self, chat_events: Iterable[ChatEvent]) -> list[Event]:
         """An increment of the choice."""
-        found = []
-        for event in events:
+        events = []
+        for event in chat_events:
             if isinstance(event, ContentDelta):
                 tokens = self.logprobs.take(event.end - len(event.text), event.end) if self.logprobs else []
-                found += self._text(event.text, self._shown(tokens))
+                events += self._text(event.text, self._shown(tokens))
                 self._text_end = event.end
             elif isinstance(event, ReasoningDelta):
-                found += self._reasoning(event.text)
+                events += self._reasoning(event.text)
             elif isinstance(event, ToolCallStart):
-                found += self._close("completed")
-                found += self._start(self._call(event))
+                events += self._close("completed")
+                events += self._start(self._call(event))
             else:
-                found += self._arguments(event.text)
-        return found
+                events += self._arguments(event.text)
+        return events
 
     def end(self, usage: ResponseUsage, *, is_whole: bool) -> list[Event]:
         """The choice has ended; not ``is_whole``: by the limit of tokens."""
-        found = []
+        events = []
         if not self.response.output and self._open is None:
-            found += self._text("", [])
-        found += self._close("completed" if is_whole else "incomplete")
+            events += self._text("", [])
+        events += self._close("completed" if is_whole else "incomplete")
         self.response.usage = usage
         self.response.status = "completed" if is_whole else "incomplete"
         if is_whole:
             self.response.completed_at = int(time.time())
         else:
             self.response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
-        return [*found, self._whole(f"response.{self.response.status}")]
+        return [*events, self._whole(f"response.{self.response.status}")]
 
     def fail(self, error: ApiError) -> list[Event]:
         """The choice has failed."""
-        found = self._close("incomplete")
+        events = self._close("incomplete")
         self.response.status = "failed"
         code = _CODES.get(error.status, "server_error")
         self.response.error = ResponseFailure(code=code, message=error.message)
-        return [*found, self._whole("response.failed")]
+        return [*events, self._whole("response.failed")]
 
     def cancel(self) -> list[Event]:
         """The response was cancelled: it stays incomplete, as the API has no event for it, with a status of its own."""
-        found = self._close("incomplete")
+        events = self._close("incomplete")
         self.response.status = "cancelled"
-        return [*found, self._whole("response.incomplete")]
+        return [*events, self._whole("response.incomplete")]
 
     def _text(self, text: str, logprobs: list[TokenLogprob]) -> list[Event]:
-        found = []
+        events = []
         message = self._open
         if not isinstance(message, OutputMessage):
-            found += self._close("completed")
+            events += self._close("completed")
             part = OutputText(type="output_text", text="", annotations=[], logprobs=[])
             message = OutputMessage(
                 id=_new_id("msg"), type="message", role="assistant", status="in_progress", content=[]
             )
-            found += self._start(message)
-            found.append(self._event("response.content_part.added", message, content_index=0, part=_plain(part)))
+            events += self._start(message)
+            events.append(self._event("response.content_part.added", message, content_index=0, part=_plain(part)))
             message.content = [part]
         if text or logprobs:
             self._pieces.append(text)
             message.content[0].logprobs += logprobs
             plain = [_plain(entry) for entry in logprobs]
             delta = {"content_index": 0, "delta": text, "logprobs": plain}
-            found.append(self._event("response.output_text.delta", message, **delta))
-        return found
+            events.append(self._event("response.output_text.delta", message, **delta))
+        return events
 
     def _reasoning(self, text: str) -> list[Event]:
-        found = []
+        events = []
         item = self._open
         if not isinstance(item, ReasoningItem):
-            found += self._close("completed")
+            events += self._close("completed")
             part = ReasoningText(type="reasoning_text", text="")
             item = ReasoningItem(id=_new_id("rs"), type="reasoning", status="in_progress", summary=[], content=[])
-            found += self._start(item)
-            found.append(self._event("response.content_part.added", item, content_index=0, part=_plain(part)))
+            events += self._start(item)
+            events.append(self._event("response.content_part.added", item, content_index=0, part=_plain(part)))
             item.content = [part]
         self._pieces.append(text)
-        found.append(self._event("response.reasoning_text.delta", item, content_index=0, delta=text))
-        return found
+        events.append(self._event("response.reasoning_text.delta", item, content_index=0, delta=text))
+        return events
 
     def _call(self, event: ToolCallStart) -> FunctionCallItem | CustomToolCallItem:
         origin = self._origins.get(event.name, ToolOrigin(event.name))
@@ -181,20 +181,20 @@ class GrowingResponse:
 
     def _close(self, status: ItemStatus) -> list[Event]:
         """Closes the open item, if there is one."""
-        item, found = self._open, []
+        item, events = self._open, []
         if item is None:
             return []
         if isinstance(item, OutputMessage) and self.logprobs and (rest := self.logprobs.rest(self._text_end)):
-            found += self._text("", self._shown(rest))
+            events += self._text("", self._shown(rest))
         text, self._pieces = "".join(self._pieces), []
         if isinstance(item, FunctionCallItem):
             item.arguments = text
             whole: dict[str, Any] = {"name": item.name, "arguments": item.arguments}
-            found.append(self._event("response.function_call_arguments.done", item, **whole))
+            events.append(self._event("response.function_call_arguments.done", item, **whole))
         elif isinstance(item, CustomToolCallItem):
             item.input = _custom_input(text)
-            found.append(self._event("response.custom_tool_call_input.delta", item, delta=item.input))
-            found.append(self._event("response.custom_tool_call_input.done", item, input=item.input))
+            events.append(self._event("response.custom_tool_call_input.delta", item, delta=item.input))
+            events.append(self._event("response.custom_tool_call_input.done", item, input=item.input))
         else:
             part = item.content[0]
             part.text = text
@@ -202,12 +202,12 @@ class GrowingResponse:
             if isinstance(part, OutputText):
                 whole["logprobs"] = [_plain(entry) for entry in part.logprobs]
             kind = "output_text" if isinstance(part, OutputText) else "reasoning_text"
-            found.append(self._event(f"response.{kind}.done", item, **whole))
-            found.append(self._event("response.content_part.done", item, content_index=0, part=_plain(part)))
+            events.append(self._event(f"response.{kind}.done", item, **whole))
+            events.append(self._event("response.content_part.done", item, content_index=0, part=_plain(part)))
         item.status = status
-        found.append(self._numbered("response.output_item.done", output_index=self._index, item=_plain(item)))
+        events.append(self._numbered("response.output_item.done", output_index=self._index, item=_plain(item)))
         self._open = None
-        return found
+        return events
 
     @property
     def _index(self) -> int:

@@ -46,16 +46,16 @@ async def retrieve_response(
 ) -> Response:
     """A response that is kept, as it is now; of one that is streamed in the background also its events."""
     service = service_of(request)
-    found = service.responses.get(response_id, owner_of(request))
+    stored = service.responses.get(response_id, owner_of(request))
     if not stream:
         if starting_after is not None:
             raise wrong("starting_after", "it is allowed only with stream=true")
-        return _shown(found)
-    if found.run is None or not found.run.keeps_events:
+        return _shown(stored)
+    if stored.run is None or not stored.run.keeps_events:
         message = "events are kept of responses that were made with background=true and stream=true; get this one whole"
         raise unsupported("stream", f"stream is not supported: {message}")
     deadline = service.deadline() + _GRACE
-    return EventStream(found.run.follow(-1 if starting_after is None else starting_after), deadline)
+    return EventStream(stored.run.follow(-1 if starting_after is None else starting_after), deadline)
 
 
 async def cancel_response(request: Request, response_id: str) -> Response:
@@ -86,9 +86,9 @@ def _check_storing(service: Service, body: ResponsesRequest) -> None:
             raise unsupported(name, f"{name} is not supported: this server keeps no responses (max_stored_responses)")
 
 
-def _shown(found: StoredResponse) -> Response:
+def _shown(stored: StoredResponse) -> Response:
     """A response that is kept, as it is now."""
-    return _as_json(found.body if found.run is None or found.run.has_ended else found.run.encode())
+    return _as_json(stored.body if stored.run is None or stored.run.has_ended else stored.run.encode())
 
 
 def _as_json(body: bytes) -> Response:

@@ -102,8 +102,8 @@ class ResponseStore:
 
     def grow(self, response_id: str, run_size: int) -> None:
         """The run of a response holds so many bytes now; as ``replace``."""
-        if (found := self._responses.get(response_id)) is not None:
-            self.replace(response_id, replace(found, run_size=run_size))
+        if (stored := self._responses.get(response_id)) is not None:
+            self.replace(response_id, replace(stored, run_size=run_size))
 
     def _forget_beyond_bounds(self) -> None:
         while len(self._responses) > self.max_responses or self._bytes > self._max_bytes:
@@ -121,11 +121,11 @@ class ResponseStore:
         Raises:
             ApiError: 404, it is not there, or another's.
         """
-        found = self._responses.get(response_id)
-        if found is None or found.owner != owner:
+        stored = self._responses.get(response_id)
+        if stored is None or stored.owner != owner:
             raise self._unknown(response_id)
         self._responses.move_to_end(response_id)
-        return found
+        return stored
 
     def delete(self, response_id: str, owner: str) -> None:
         """Forgets a response, which ends if it is still made.

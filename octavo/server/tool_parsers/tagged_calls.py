@@ -73,11 +73,11 @@ class Gemma(ToolParser):
         if (yield from self.optional(self._QUOTE)) is not None:
             return (yield from self.until(self._QUOTE, limit=_NO_LIMIT))
         if (yield from self.optional("{")) is not None:
-            found: dict[str, Any] = {}
+            members: dict[str, Any] = {}
             while (yield from self._another("}")):
                 key = yield from self._key()
-                found[key] = yield from self._value(depth + 1)
-            return found
+                members[key] = yield from self._value(depth + 1)
+            return members
         if (yield from self.optional("[")) is not None:
             items: list[Any] = []
             while (yield from self._another("]")):

@@ -168,9 +168,9 @@ class ToolParser(ABC):
         """Passes the longest text of a repetition of single characters; returns it."""
         start = self._position - self._given
         while True:
-            found = pattern.match(self._text, self._position)
-            if found is not None:
-                self._position = found.end()
+            match = pattern.match(self._text, self._position)
+            if match is not None:
+                self._position = match.end()
             if self._position < len(self._text):
                 return self._text[self._given + start : self._position]
             if self._in_arguments:  # given with the next wait
@@ -183,9 +183,9 @@ class ToolParser(ABC):
 
     def expect(self, *texts: str) -> Reading[str]:
         """Passes the first of these texts that is there, and returns it."""
-        if (found := (yield from self.optional(*texts))) is None:
+        if (text := (yield from self.optional(*texts))) is None:
             raise Malformed
-        return found
+        return text
 
     def optional(self, *texts: str) -> Reading[str | None]:
         """Passes the first of these texts that is there, if any."""
@@ -207,9 +207,9 @@ class ToolParser(ABC):
         """
         whole, partial, longest = _patterns(markers)
         while True:
-            found = whole.search(self._text, self._position)
-            if found is not None:
-                stop = found.start()
+            match = whole.search(self._text, self._position)
+            if match is not None:
+                stop = match.start()
             else:
                 tail = partial.search(self._text, max(self._position, len(self._text) - longest))
                 stop = len(self._text) if tail is None else tail.start()
@@ -217,9 +217,9 @@ class ToolParser(ABC):
             if kept:
                 self._position = self._given + kept
                 self._give()
-            if found is not None:
-                self._position = found.end()
-                return found.group()
+            if match is not None:
+                self._position = match.end()
+                return match.group()
             self._position = stop
             yield from self._wait()
 
@@ -227,11 +227,11 @@ class ToolParser(ABC):
         """Passes one of these texts after a call, which may be missing; where the text ends in one, it is dropped."""
         self._closing = True
         yield from self.space()
-        found = yield from self.optional(*texts)
+        text = yield from self.optional(*texts)
         self._closing = False
-        if found is not None:
+        if text is not None:
             self.skip()
-        return found
+        return text
 
     def until(self, *ends: str, limit: int = 256) -> Reading[str]:
         """The text up to one of these, which is passed too; ``limit`` in characters."""
