@@ -98,12 +98,12 @@ def read_truncate(arguments: Arguments) -> int | None:
     Raises:
         ConfigError: it is neither a number above 0 nor "max".
     """
-    given: str | None = arguments.truncate
-    if given is None or given == "max":
-        return None if given is None else -1
-    if not given.isdecimal() or not int(given):
-        raise ConfigError(f"--truncate must be a number of tokens above 0, or max, not {given!r}")
-    return int(given)
+    limit: str | None = arguments.truncate
+    if limit is None or limit == "max":
+        return None if limit is None else -1
+    if not limit.isdecimal() or not int(limit):
+        raise ConfigError(f"--truncate must be a number of tokens above 0, or max, not {limit!r}")
+    return int(limit)
 
 
 def run(arguments: Arguments) -> int:

@@ -63,12 +63,12 @@ def add_lora_flag(parser: Parser) -> None:
 
 def read_lora(arguments: Arguments) -> LoRARequest | None:
     """The adapter that ``--lora`` names, if it is given; the engine then serves adapters."""
-    given: str | None = arguments.lora
-    if given is None:
+    value: str | None = arguments.lora
+    if value is None:
         return None
-    name, separator, path = given.partition("=")
+    name, separator, path = value.partition("=")
     if not separator or "/" in name:
-        name, path = Path(given).stem if given.endswith(".gguf") else Path(given).name, given
+        name, path = Path(value).stem if value.endswith(".gguf") else Path(value).name, value
     vars(arguments).setdefault(f"{PREFIX}:enable_lora", True)
     return LoRARequest(name, 1, path)
 

@@ -106,10 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         return _report(e)
     except Exception as e:
-        known = as_memory_error(e)  # such as a library that cannot be loaded within ulimit -v
-        if known is None:
+        memory_error = as_memory_error(e)  # such as a library that cannot be loaded within ulimit -v
+        if memory_error is None:
             raise
-        return _report(known)
+        return _report(memory_error)
     return code
 
 

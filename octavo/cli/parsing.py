@@ -62,8 +62,8 @@ class Parser(argparse.ArgumentParser):
         sys.exit(EXIT_USAGE)
 
     def _unknown(self, flag: str) -> str:
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        near = difflib.get_close_matches("--" + flag.lstrip("-").replace("_", "-"), known, n=1, cutoff=0.5)
+        flags = [name for name in self._option_string_actions if name.startswith("--")]
+        near = difflib.get_close_matches("--" + flag.lstrip("-").replace("_", "-"), flags, n=1, cutoff=0.5)
         return f"unknown option {flag}" + (f"; did you mean {near[0]}?" if near else "")
 
 

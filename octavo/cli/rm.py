@@ -52,9 +52,9 @@ def run(arguments: Arguments) -> int:
 
 def _called(name: str, models: list[CachedModel]) -> list[CachedModel]:
     """The models of that name, or the one whose folder has it."""
-    found = [model for model in models if name in (model.name, model.folder.name)]
-    if not found:
-        known = list(dict.fromkeys(model.name for model in models))
-        hint = did_you_mean(name, known, f"there is {', '.join(known) or 'none'}", cutoff=0.5)
+    matches = [model for model in models if name in (model.name, model.folder.name)]
+    if not matches:
+        names = list(dict.fromkeys(model.name for model in models))
+        hint = did_you_mean(name, names, f"there is {', '.join(names) or 'none'}", cutoff=0.5)
         raise ModelNotFoundError(f"no model {name!r} is in the cache; {hint}")
-    return found
+    return matches

@@ -115,22 +115,22 @@ class TextSource:
             shown = line[:80].decode(errors="replace").strip()
             return TextRow(index, error=f"the line must be a JSON object or a text, not {shown}")
         name = next((content[key] for key in ID_KEYS if content.get(key) is not None), None)
-        found = [key for key in self._keys if content.get(key) is not None]
-        if len(found) != 1:
+        keys = [key for key in self._keys if content.get(key) is not None]
+        if len(keys) != 1:
             has = ", ".join(content) or "nothing"
             return TextRow(index, id=name, error=f"the line needs one of {', '.join(self._keys)}, and has {has}")
-        return _checked(index, found[0], content[found[0]], name)
+        return _checked(index, keys[0], content[keys[0]], name)
 
     def _read_parquet(self, file: str, start: int) -> Iterator[TextRow]:
         with _parquet(file) as source:
             there = source.schema_arrow.names
-            found = [key for key in self._keys if key in there]
-            if len(found) != 1:
+            keys = [key for key in self._keys if key in there]
+            if len(keys) != 1:
                 raise ConfigError(
                     f"{file} must have one of the columns {', '.join(self._keys)}, and has {', '.join(there)}; "
                     "--column names another"
                 )
-            column, name = found[0], next((key for key in ID_KEYS if key in there), None)
+            column, name = keys[0], next((key for key in ID_KEYS if key in there), None)
             for batch in source.iter_batches(_BATCH, columns=[column, *([name] if name else [])]):
                 texts = batch.column(column).to_pylist()
                 names = batch.column(name).to_pylist() if name else [None] * len(texts)

@@ -228,10 +228,10 @@ def _load(front_end: FrontEndLink) -> EngineCore | None:
 
 def _profiles(core: EngineCore) -> list[ProcessProfile]:
     """The start of this process, and of each worker that has one of its own."""
-    own = profile("engine core" if core.replica == 0 else f"engine core of replica {core.replica}")
+    core_profile = profile("engine core" if core.replica == 0 else f"engine core of replica {core.replica}")
     if core.executor.in_process:
-        return [own]
-    return [own, *msgspec.convert(core.executor.collective_rpc("startup_profile"), list[ProcessProfile])]
+        return [core_profile]
+    return [core_profile, *msgspec.convert(core.executor.collective_rpc("startup_profile"), list[ProcessProfile])]
 
 
 def _check_messages(core: EngineCore) -> None:

@@ -153,8 +153,8 @@ class InputProcessor:
         if most is None or most == -1:
             return None
         if marks is None:
-            found = map(find_reasoning_marks, self.tokenizer.chat_templates.values())
-            marks = next((REASONING_MARKS[name] for name in found if name is not None), None)
+            names = map(find_reasoning_marks, self.tokenizer.chat_templates.values())
+            marks = next((REASONING_MARKS[name] for name in names if name is not None), None)
         if marks is None:
             return None
         end = self.tokenizer.convert_tokens_to_ids(marks.end)

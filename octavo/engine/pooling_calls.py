@@ -157,13 +157,13 @@ class PoolingCalls(ABC):
         places: dict[object, int] = {}
         of_pair: list[list[int]] = []
         each = options_for_each("score", keywords, len(first))
-        for query, document, own in zip(first, second, each, strict=True):
+        for query, document, pair_options in zip(first, second, each, strict=True):
             of_pair.append([])
             for prompt, error in self._pair(query, document, params):
-                place = places.setdefault((_identity(prompt), id(own)), len(prompts))
+                place = places.setdefault((_identity(prompt), id(pair_options)), len(prompts))
                 if place == len(prompts):
                     prompts.append((prompt, error))
-                    options.append(own)
+                    options.append(pair_options)
                 of_pair[-1].append(place)
         outputs = self._run(prompts, [params] * len(prompts), use_tqdm, options, single=False)
         return [self._scored([outputs[place] for place in pair], single) for pair in of_pair]

@@ -73,8 +73,8 @@ class PoolingInputs:
             return prompt
         before = self.pooler.prompts.get(name)
         if before is None:
-            known = ", ".join(map(repr, self.pooler.prompts)) or "none"
-            raise InvalidRequestError(f"prompt_name must be one of the model's prompts ({known}), not {name!r}")
+            names = ", ".join(map(repr, self.pooler.prompts)) or "none"
+            raise InvalidRequestError(f"prompt_name must be one of the model's prompts ({names}), not {name!r}")
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if not isinstance(text, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None):
             if prompt_name is None:
@@ -199,9 +199,9 @@ class PoolingInputs:
         """Refuses vectors of other sizes than those that the model was trained for."""
         if task not in ("embed", "token_embed"):
             raise InvalidRequestError(f"dimensions is for vectors, and must be left out of {task}")
-        size, known = self.vector_size, self.pooler.dimensions
-        if dimensions > size or (known is not None and dimensions != size and dimensions not in known):
-            those = f"1 to {size}" if known is None else ", ".join(map(str, (*known, size)))
+        size, sizes = self.vector_size, self.pooler.dimensions
+        if dimensions > size or (sizes is not None and dimensions != size and dimensions not in sizes):
+            those = f"1 to {size}" if sizes is None else ", ".join(map(str, (*sizes, size)))
             raise InvalidRequestError(f"dimensions must be one of the model's ({those}), not {dimensions}")
 
     @property

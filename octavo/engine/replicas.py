@@ -227,12 +227,12 @@ class Replicas:
                 *(client.call(method, kind, *args) for client in clients), return_exceptions=True
             )
             # One that dies meanwhile is not asked again: it begins anew.
-            given = [a for a in answers if not isinstance(a, EngineDeadError)]
-            for answer in given:
+            results = [a for a in answers if not isinstance(a, EngineDeadError)]
+            for answer in results:
                 if isinstance(answer, BaseException):
                     raise answer
-            if given:
-                return given  # type: ignore[return-value]
+            if results:
+                return results  # type: ignore[return-value]
             await asyncio.sleep(0)  # their ends are observed
 
     async def call_one(self, number: int, method: str, *args: Any) -> None:

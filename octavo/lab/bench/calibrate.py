@@ -137,11 +137,11 @@ def calibrate(llm: LLM, device: str, *, rounds: int = 3, seed: int = 0) -> tuple
 
 def median_steps(rounds: list[list[MeasuredStep]]) -> list[MeasuredStep]:
     """The steps of rounds that ran the same loads: those of equal place and work are one, with their median time."""
-    found: dict[tuple[int, ...], list[MeasuredStep]] = {}
+    alike: dict[tuple[int, ...], list[MeasuredStep]] = {}
     for steps in rounds:
         for place, step in enumerate(steps):
-            found.setdefault((place, *dataclasses.astuple(step.work)), []).append(step)
-    return [MeasuredStep(same[0].work, statistics.median(s.seconds for s in same)) for same in found.values()]
+            alike.setdefault((place, *dataclasses.astuple(step.work)), []).append(step)
+    return [MeasuredStep(same[0].work, statistics.median(s.seconds for s in same)) for same in alike.values()]
 
 
 def fit_profile(steps: list[MeasuredStep], **facts: Any) -> StepProfile:
@@ -152,9 +152,9 @@ def fit_profile(steps: list[MeasuredStep], **facts: Any) -> StepProfile:
     costs = np.array([[getattr(step.work, name) for name in _COSTS.values()] for step in steps], float)
     tokens = np.array([step.work.tokens for step in steps], float)
     seconds = np.array([step.seconds for step in steps])
-    found = relative_fit(np.hstack([_ramps(tokens, knots), costs]), seconds)
-    curve = np.cumsum(found[: len(knots)])
-    facts |= zip(_COSTS, map(float, found[len(knots) :]), strict=True)
+    fit = relative_fit(np.hstack([_ramps(tokens, knots), costs]), seconds)
+    curve = np.cumsum(fit[: len(knots)])
+    facts |= zip(_COSTS, map(float, fit[len(knots) :]), strict=True)
     profile = StepProfile(
         origin="fitted",
         products=[(float(x), float(y)) for x, y in zip(knots, curve, strict=True)],

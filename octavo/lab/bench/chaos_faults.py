@@ -127,13 +127,13 @@ class Monkey:
     async def _victim(self) -> tuple[str, psutil.Process]:
         """A process that lives, as soon as there is one."""
         while True:
-            found = sorted(
+            processes = sorted(
                 ((role, process) for role, process in server_processes(self._pid) if role in VICTIMS),
                 key=lambda item: item[1].pid,
             )
-            found = [(role, process) for role, process in found if process not in self._stopped]
-            if found:
-                return self._random.choice(found)
+            processes = [(role, process) for role, process in processes if process not in self._stopped]
+            if processes:
+                return self._random.choice(processes)
             await asyncio.sleep(0.1)
 
     def _begin(self, kind: str, victim: psutil.Process) -> None:

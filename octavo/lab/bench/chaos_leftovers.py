@@ -50,22 +50,22 @@ class Holdings:
 
     def beyond(self, before: Holdings) -> list[str]:
         """What is not as before, in words."""
-        found = []
+        lines = []
         for role in sorted(self.processes | before.processes):
             now, then = self.processes[role], before.processes[role]
             if now != then and role not in _ON_DEMAND:
-                found.append(f"processes ({role}): {now}, before {then}")
+                lines.append(f"processes ({role}): {now}, before {then}")
         # Each sandbox has a pipe for each direction.
         pipes = 2 * max(0, self.processes["sandbox"] - before.processes["sandbox"])
         for kind in sorted(self.descriptors):
             now, then = self.descriptors[kind], before.descriptors[kind]
             if now > then + (pipes if kind == "pipe" else 0):
-                found.append(f"descriptors of the front end ({kind}): {now}, before {then}")
+                lines.append(f"descriptors of the front end ({kind}): {now}, before {then}")
         # Each core has a folder for its sockets, with a name of its own.
         if len(self.files) > len(before.files):
             names = ", ".join(sorted(self.files - before.files))
-            found.append(f"files in the temporary folder: {len(self.files)}, before {len(before.files)}; new: {names}")
-        return found
+            lines.append(f"files in the temporary folder: {len(self.files)}, before {len(before.files)}; new: {names}")
+        return lines
 
 
 async def until_settled(server: OwnServer, temp: Path, before: Holdings) -> list[str]:

@@ -56,14 +56,14 @@ class Pauses:
 def gaps_of(faults: Sequence[Fault], chunks: Sequence[float]) -> dict[int, tuple[float, bool]]:
     """By the number of the fault to which it belongs: a stream's longest gap, and whether it has one fault at most."""
     times = [fault.at for fault in faults]
-    found: dict[int, tuple[float, bool]] = {}
+    gaps: dict[int, tuple[float, bool]] = {}
     for begin, end in pairwise(chunks):
         first, last = bisect.bisect_left(times, begin), bisect.bisect_left(times, end)
         number = first if first < last else first - 1
         if number < 0 or begin > faults[number].until + _AFTERMATH:
             continue
-        found[number] = max(found.get(number, (0.0, True)), (end - begin, last - first <= 1))
-    return found
+        gaps[number] = max(gaps.get(number, (0.0, True)), (end - begin, last - first <= 1))
+    return gaps
 
 
 def seconds_to_first_token(streams: Sequence[Sequence[float]], at: float, replicas: int) -> float | None:

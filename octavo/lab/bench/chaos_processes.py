@@ -67,21 +67,21 @@ def _ray_workers(address: str) -> Iterator[psutil.Process]:
 
 def marked_processes(mark: str) -> list[psutil.Process]:
     """All living processes that have inherited this value of the variable ``MARK``, whoever their parent is."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def open_descriptors(pid: int) -> Counter[str]:
     """How many descriptors a process has open, by what they are: socket, pipe, anon_inode:[eventpoll], a path."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            found[re.sub(r"^(socket|pipe):\[\d+\]$", r"\1", os.readlink(link))] += 1
-    return found
+            counts[re.sub(r"^(socket|pipe):\[\d+\]$", r"\1", os.readlink(link))] += 1
+    return counts
 
 
 def shared_memory() -> set[str]:

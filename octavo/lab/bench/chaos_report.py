@@ -95,14 +95,14 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def by_kind(exchanges: Sequence[Exchange]) -> dict[str, KindOfRequests]:
     """Counts by the kind of request."""
-    found: dict[str, KindOfRequests] = {}
+    kinds: dict[str, KindOfRequests] = {}
     for exchange in sorted(exchanges, key=lambda exchange: exchange.request.kind):
-        kind = found.setdefault(exchange.request.kind, KindOfRequests())
+        kind = kinds.setdefault(exchange.request.kind, KindOfRequests())
         kind.answers += 1
         kind.errors += exchange.error is not None
         kind.different += exchange.difference is not None
         kind.tokens += exchange.completion_tokens
-    return found
+    return kinds
 
 
 def failures(exchanges: Sequence[Exchange], truths: Mapping[str, Answer], begin: float) -> list[Failure]:

@@ -96,11 +96,11 @@ def run(options: EngineConfig, settings: ChaosSettings, told: Callable[[str], ob
 
 def _server_options(options: EngineConfig, settings: ChaosSettings) -> dict[str, Any]:
     """What the run needs, where no option says otherwise."""
-    wanted: dict[str, Any] = {"engine_restarts": _RESTARTS, "step_timeout": _HANG_SECONDS}
+    changes: dict[str, Any] = {"engine_restarts": _RESTARTS, "step_timeout": _HANG_SECONDS}
     if "drafts" in settings.kinds and options.pipeline_parallel_size == 1:
-        wanted["speculative_config"] = {"method": "ngram"}
+        changes["speculative_config"] = {"method": "ngram"}
     known = EngineConfig.model_fields.keys() - options.model_fields_set
-    return {name: value for name, value in wanted.items() if name in known}
+    return {name: value for name, value in changes.items() if name in known}
 
 
 async def _measure(

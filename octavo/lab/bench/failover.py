@@ -207,8 +207,8 @@ def _replicas(server: OwnServer) -> list[_Replica]:
 
 def _num_resumed(server: OwnServer) -> float:
     metrics = _request(server, "/metrics")
-    found = re.search(rb"^octavo_requests_resumed_total(?:\{[^}]*\})? (\S+)", metrics, re.MULTILINE)
-    return float(found.group(1)) if found else 0.0
+    match = re.search(rb"^octavo_requests_resumed_total(?:\{[^}]*\})? (\S+)", metrics, re.MULTILINE)
+    return float(match.group(1)) if match else 0.0
 
 
 def _measured_figures(outcomes: list[RequestOutcome], killed: float | None) -> dict[str, float]:
@@ -253,18 +253,18 @@ def _pace(options: EngineConfig, profile: StepProfile, items: list[WorkItem], ru
 def _simulated(
     options: EngineConfig, profile: StepProfile, items: Iterable[WorkItem], outage: Outage | None = None
 ) -> dict[str, float]:
-    found, done = _record(options, profile, items, outage)
-    if found.failed:
-        raise ConfigError(f"simulated requests failed: {dict(found.failed)}")
-    assert found.itl is not None
+    result, done = _record(options, profile, items, outage)
+    if result.failed:
+        raise ConfigError(f"simulated requests failed: {dict(result.failed)}")
+    assert result.itl is not None
     figures = {
         **_spread("ttft", done.ttft.tolist()),
-        **{"itl p50": found.itl.p50, "itl p99": found.itl.p99, "itl max": found.itl.max},
+        **{"itl p50": result.itl.p50, "itl p99": result.itl.p99, "itl max": result.itl.max},
         **_spread("e2e", done.e2e.tolist()),
     }
     if outage is not None:
         figures["time to recover"] = _time_to_recover([*zip(done.sent, done.last, strict=True)], outage.at)
-        figures["requests moved"] = found.resumed
+        figures["requests moved"] = result.resumed
     return figures
 
 

@@ -28,12 +28,12 @@ def limits_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
     """Peak rates of the device, which other figures are shares of."""
     from octavo.kernels.torch_limits import measure_device
 
-    found = measure_device(scale.device, scale.copied_bytes, scale.product_size)
+    limits = measure_device(scale.device, scale.copied_bytes, scale.product_size)
     size, n = f"{scale.copied_bytes / 1e9:.4g} GB", scale.product_size
-    yield "copy bandwidth", found.copy_gb_s, "GB/s", f"2 x {size} copied by torch / median time; {found.device}"
-    yield "read bandwidth", found.read_gb_s, "GB/s", f"{size} of float32 summed by torch / median time"
-    yield "bandwidth", found.bandwidth_gb_s, "GB/s", "the greater of the two; shares are relative to it"
-    yield "matrix peak", found.bf16_tflops, "TFLOP/s", f"2 x {n}^3 / median time of torch.mm, random bfloat16"
+    yield "copy bandwidth", limits.copy_gb_s, "GB/s", f"2 x {size} copied by torch / median time; {limits.device}"
+    yield "read bandwidth", limits.read_gb_s, "GB/s", f"{size} of float32 summed by torch / median time"
+    yield "bandwidth", limits.bandwidth_gb_s, "GB/s", "the greater of the two; shares are relative to it"
+    yield "matrix peak", limits.bf16_tflops, "TFLOP/s", f"2 x {n}^3 / median time of torch.mm, random bfloat16"
 
 
 def kernels_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:

@@ -299,6 +299,6 @@ def measure_delay(llm: LLM) -> DelayFigures:
             llm.generate(f"request {turn}", params, use_tqdm=False)
             if turn >= 2:
                 seconds[bound].append((time.perf_counter() - start, time.process_time() - busy))
-    free, found = np.array(seconds[False]) * 1e3, np.array(seconds[True]) * 1e3
-    added, added_busy = np.median(found - free, axis=0).tolist()
-    return DelayFigures(float(np.median(free[:, 0])), float(np.median(found[:, 0])), added, added_busy)
+    free, constrained = np.array(seconds[False]) * 1e3, np.array(seconds[True]) * 1e3
+    added, added_busy = np.median(constrained - free, axis=0).tolist()
+    return DelayFigures(float(np.median(free[:, 0])), float(np.median(constrained[:, 0])), added, added_busy)

@@ -68,7 +68,7 @@ def own_server(
     Raises:
         ConfigError: it does not start.
     """
-    given = options.model_dump(mode="json", exclude_unset=True) | dict(more or {})
+    content = options.model_dump(mode="json", exclude_unset=True) | dict(more or {})
     server = {
         "port": 0,
         "served_model_name": SERVED_NAME,
@@ -82,8 +82,8 @@ def own_server(
         config, log = folder / "options.yaml", folder / "log"
         if isinstance(_tokenizer(options), NoTokenizer):
             _write_words(_vocab_size(options.model, options.revision), folder)
-            given |= {"tokenizer": name, "skip_tokenizer_init": False}
-        config.write_text(json.dumps(given | server), encoding="utf-8")  # JSON is YAML
+            content |= {"tokenizer": name, "skip_tokenizer_init": False}
+        config.write_text(json.dumps(content | server), encoding="utf-8")  # JSON is YAML
         # Variables win over the file, and what they say is in it already.
         options_of_file = {PREFIX + option.upper() for option in OPTIONS} | {"OCTAVO_CONFIG", "OCTAVO_API_KEYS"}
         inherited = {key: value for key, value in os.environ.items() if key not in options_of_file}
@@ -127,8 +127,8 @@ def _url(process: subprocess.Popen[bytes], log: Path) -> str:
     end = time.monotonic() + _START
     while True:
         text = log.read_text(errors="replace")
-        if found := re.search(r'serving .* on (http://[^\s"]+)', text):
-            return found.group(1)
+        if match := re.search(r'serving .* on (http://[^\s"]+)', text):
+            return match.group(1)
         if process.poll() is not None or time.monotonic() > end:
             raise ConfigError(f"the server did not start: {text[-2000:].strip()}")
         time.sleep(0.02)

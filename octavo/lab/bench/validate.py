@@ -57,13 +57,13 @@ class ValidatedWorkload:
     paced_errors: list[float]
 
 
-def summary(found: list[ValidatedWorkload]) -> str:
+def summary(workloads: list[ValidatedWorkload]) -> str:
     """Lines on the errors of all figures, and of each; and the same at the pace of each run."""
     lines = [f"{'':12} {'with the profile':34}  at the pace of each run"]
     for i, name in [(None, "all"), *enumerate(ValidatedWorkload.FIGURES)]:
         both = (
             _spread([e for of_one in errors for e in (of_one if i is None else [of_one[i]])])
-            for errors in ([c.errors for c in found], [c.paced_errors for c in found])
+            for errors in ([c.errors for c in workloads], [c.paced_errors for c in workloads])
         )
         lines.append(f"{name:12} " + "  ".join(both))
     return "\n".join(lines)

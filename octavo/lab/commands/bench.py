@@ -318,11 +318,11 @@ def _simulation(arguments: Arguments, model: str | None, stream: IO[str] | None)
     profile = load_profile(arguments.profile)
     check_positive(arguments, "seconds")
     llm = LLM(**read_engine_config(arguments, model).model_dump(exclude_unset=True))
-    found: list[ValidatedWorkload] = []
+    comparisons: list[ValidatedWorkload] = []
 
     def collected() -> Iterator[ValidatedWorkload]:
         for comparison in compare(llm, profile, arguments.seconds, rounds=arguments.rounds):
-            found.append(comparison)
+            comparisons.append(comparison)
             yield comparison
 
     def line(c: ValidatedWorkload) -> str:
@@ -334,7 +334,7 @@ def _simulation(arguments: Arguments, model: str | None, stream: IO[str] | None)
     title = f"kind           load requests   pace{names}\n{'':37}(measured in s; simulated; simulated at this pace)"
     show(collected(), stream, title, line)
     if stream is None:
-        print(summary(found))
+        print(summary(comparisons))
 
 
 def _sizes(text: str) -> list[int]:

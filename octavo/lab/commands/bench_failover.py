@@ -16,12 +16,12 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
 
     profile = load_profile(arguments.profile)
     check_positive(arguments, "seconds", "load")
-    found = measure(read_engine_config(arguments, model), profile, arguments.load, arguments.seconds)
+    result = measure(read_engine_config(arguments, model), profile, arguments.load, arguments.seconds)
     lines = [
-        f"{found.replicas} replicas, {found.requests} requests, {found.requests_per_s:.3f} a second; a replica killed "
-        f"at {found.killed_at:.2f} s, back after {found.restart_seconds:.2f} s; "
-        f"simulated at the paces {found.paces[0]:.3f} and {found.paces[1]:.3f}",
+        f"{result.replicas} replicas, {result.requests} requests, {result.requests_per_s:.3f} a second; "
+        f"a replica killed at {result.killed_at:.2f} s, back after {result.restart_seconds:.2f} s; "
+        f"simulated at the paces {result.paces[0]:.3f} and {result.paces[1]:.3f}",
         f"{'run':15} {'figure':16} {'measured':>9} {'simulated':>9} {'ratio':>6}",
-        *(f"{f.run:15} {f.name:16} {f.measured:9.3f} {f.simulated:9.3f} {f.ratio:6.2f}" for f in found.figures),
+        *(f"{f.run:15} {f.name:16} {f.measured:9.3f} {f.simulated:9.3f} {f.ratio:6.2f}" for f in result.figures),
     ]
-    show_one(found, stream, "\n".join(lines))
+    show_one(result, stream, "\n".join(lines))

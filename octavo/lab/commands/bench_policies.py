@@ -140,14 +140,14 @@ def _configure(arguments: Arguments, model: str | None) -> Configure:
     from octavo.core.config_sources import resolve_config
     from octavo.lab.commands.cluster_flags import OPTIONS
 
-    given = arguments.group(PREFIX)
+    flags = arguments.group(PREFIX)
 
     def configure(place: str, changes: Mapping[str, Any]) -> EngineConfig:
         if place == "simulated":
-            counting = {name: value for name, value in given.items() if name in OPTIONS}
+            counting = {name: value for name, value in flags.items() if name in OPTIONS}
             return resolve_config({**counting, **changes, "model": "none"}, config_file=arguments.config)
         named = {} if model is None else {"model": model}
-        return resolve_config({**given, **changes, **named}, config_file=arguments.config)
+        return resolve_config({**flags, **changes, **named}, config_file=arguments.config)
 
     return configure
 

@@ -125,21 +125,21 @@ def make_spec(arguments: Arguments, replicas: str, seed: int) -> ClusterSpec:
         parse_replicas,
     )
 
-    given = {key: _given(arguments, key) for key in _DEFAULTS}
+    values = {key: _given(arguments, key) for key in _DEFAULTS}
     for name in ("router", "decode_router"):
-        router_class(given[name])
-    outages, at_random = parse_outages(given["fail"])
+        router_class(values[name])
+    outages, at_random = parse_outages(values["fail"])
     return ClusterSpec(
         replicas=parse_replicas(replicas, arguments.profile),
-        prefill=parse_replicas(given["prefill_replicas"], arguments.profile) if given["prefill_replicas"] else (),
-        router=given["router"],
-        decode_router=given["decode_router"],
+        prefill=parse_replicas(values["prefill_replicas"], arguments.profile) if values["prefill_replicas"] else (),
+        router=values["router"],
+        decode_router=values["decode_router"],
         mode=arguments.mode,
         max_tokens=arguments.max_tokens,
-        transfer=Transfer(given["transfer_gb_s"] * 1e9, given["transfer_latency_ms"] / 1000),
+        transfer=Transfer(values["transfer_gb_s"] * 1e9, values["transfer_latency_ms"] / 1000),
         outages=outages,
         random_outages=at_random,
-        autoscale=parse_autoscale(given["autoscale"]) if given["autoscale"] else None,
+        autoscale=parse_autoscale(values["autoscale"]) if values["autoscale"] else None,
         limits=LatencyLimits(
             _seconds(arguments.ttft_limit, "--ttft-limit"), _seconds(arguments.tpot_limit, "--tpot-limit")
         ),

@@ -217,8 +217,8 @@ def _line(name: str, latency: Latency | None) -> str:
 
 def _cpu_seconds() -> float:
     """Of this process and of those that it waited for."""
-    own, children = (resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+    process, children = (resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return process.ru_utime + process.ru_stime + children.ru_utime + children.ru_stime
 
 
 def _peak_memory() -> float:

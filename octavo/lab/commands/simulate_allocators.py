@@ -84,26 +84,27 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-def draw(found: AllocatorComparison) -> Any:
+def draw(result: AllocatorComparison) -> Any:
     """A figure of matplotlib as figure 12 of the paper: normalized latency against the rate."""
     from octavo.lab.plots.drawings import curves
 
     points = {
         a.allocator: ([point.rate for point in a.curve], [point.normalized_latency for point in a.curve])
-        for a in found.allocators
+        for a in result.allocators
     }
-    return curves(points, "requests/s", "normalized latency (s/token)", 4 * found.latency_limit)
+    return curves(points, "requests/s", "normalized latency (s/token)", 4 * result.latency_limit)
 
 
-def _table(trace: str, found: AllocatorComparison) -> list[str]:
-    paged = found.allocators[0]
+def _table(trace: str, result: AllocatorComparison) -> list[str]:
+    paged = result.allocators[0]
     lines = [
-        f"{trace} ({TRACES[trace][0]}): {found.requests} requests of {found.mean_input:.1f} + {found.mean_output:.1f} "
-        f"tokens; latency limit {found.latency_limit:g} s/token; memory and batch at {found.at:.2f} requests/s",
+        f"{trace} ({TRACES[trace][0]}): {result.requests} requests of {result.mean_input:.1f} + "
+        f"{result.mean_output:.1f} tokens; latency limit {result.latency_limit:g} s/token; "
+        f"memory and batch at {result.at:.2f} requests/s",
         f"{'':8}{'req/s':>8}{'paged /':>9}{'batch':>8}{'paged /':>9}   share of memory: {'tokens':>6}{'reserved':>10}"
         f"{'internal':>10}{'external':>10}  (rounding + free)",
     ]
-    for a in found.allocators:
+    for a in result.allocators:
         s = a.shares
         ratio = paged.batch / a.batch if a.batch else math.nan
         lines.append(

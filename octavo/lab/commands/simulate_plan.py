@@ -92,14 +92,14 @@ def _ignore(*_: object) -> None:
     pass
 
 
-def _answer(found: TrafficPlan) -> str:
-    plan = found.plans[-1]
-    if found.replicas is not None:
-        each = ", ".join(str(p.replicas) for p in found.plans)
-        unsettled = "; longer runs may need more" if found.settled is False else ""
+def _answer(traffic_plan: TrafficPlan) -> str:
+    plan = traffic_plan.plans[-1]
+    if traffic_plan.replicas is not None:
+        each = ", ".join(str(p.replicas) for p in traffic_plan.plans)
+        unsettled = "; longer runs may need more" if traffic_plan.settled is False else ""
         return (
-            f"{found.replicas} replicas: at least {plan.share:.4g} of the requests keep the limits\n"
-            f"by seed: {each}, of {found.requests} requests each{unsettled}"
+            f"{traffic_plan.replicas} replicas: at least {plan.share:.4g} of the requests keep the limits\n"
+            f"by seed: {each}, of {traffic_plan.requests} requests each{unsettled}"
         )
     assert plan.good_alone is not None
     if plan.good_alone < plan.share:

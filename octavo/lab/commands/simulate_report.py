@@ -96,21 +96,21 @@ def draw(runs: Sequence[PolicyRun]) -> dict[str, tuple[Any, str]]:
         ConfigError: matplotlib is not installed.
     """
     latencies = {run.policy: {kind: getattr(run.done, kind) for kind in drawings.LATENCIES} for run in runs}
-    found = {"latencies": (drawings.distributions(latencies), "Cumulative distributions of latencies.")}
+    pictures = {"latencies": (drawings.distributions(latencies), "Cumulative distributions of latencies.")}
     for run in runs:
         of, end = ("", "") if len(runs) == 1 else (f"-{run.policy.replace(':', '.')}", f" under {run.policy}")
         figures, service = run.figures, run.figures.service
         timeline = drawings.timeline(figures.series, figures.num_blocks)
-        found[f"timeline{of}"] = (timeline, f"Queues and KV blocks over time{end}.")
+        pictures[f"timeline{of}"] = (timeline, f"Queues and KV blocks over time{end}.")
         if service is not None:
             bound = service.bound if run.policy == "fair" else None
             drawn = drawings.service(service.seconds, service.users, service.difference, bound)
             more = " Dashed: the published bound, which holds without ageing." if bound is not None else ""
-            found[f"service{of}"] = (
+            pictures[f"service{of}"] = (
                 drawn,
                 f"Service of users over time{end}: tokens of prompts, and twice those of outputs, by weight.{more}",
             )
-    return found
+    return pictures
 
 
 def write_plots(drawn: Mapping[str, tuple[Any, str]], folder: Path) -> None:

@@ -107,7 +107,7 @@ def _lines(path: Path, stream: IO[str]) -> Iterator[_Line]:
             yield _json_line(path, number, line)
         return
     names = [name.strip().lower() for name in next(csv.reader([head[1]]))]
-    columns = [next((names.index(name) for name in known if name in names), None) for known in COLUMNS]
+    columns = [next((names.index(name) for name in aliases if name in names), None) for aliases in COLUMNS]
     if None in columns:
         raise ConfigError(
             f"{path}, line {head[0]}: needs a header with columns for time, input and output tokens, such as "
@@ -161,14 +161,14 @@ _decode = msgspec.json.Decoder(_JsonLine).decode
 
 def _json_line(path: Path, number: int, line: str) -> _Line:
     try:
-        found = _decode(line)
+        entry = _decode(line)
     except msgspec.DecodeError as e:
         raise ConfigError(f"{path}, line {number}: {e}") from None
-    prompt = tuple(found.prompt) if isinstance(found.prompt, list) else found.prompt
-    given = len(prompt) if isinstance(prompt, tuple) else found.input_len or 0
-    lengths_hold = 0 <= given <= MOST_TOKENS and 1 <= found.output_len <= MOST_TOKENS
-    if not (prompt or (prompt is None and given)) or not lengths_hold:
+    prompt = tuple(entry.prompt) if isinstance(entry.prompt, list) else entry.prompt
+    input_len = len(prompt) if isinstance(prompt, tuple) else entry.input_len or 0
+    lengths_hold = 0 <= input_len <= MOST_TOKENS and 1 <= entry.output_len <= MOST_TOKENS
+    if not (prompt or (prompt is None and input_len)) or not lengths_hold:
         raise ConfigError(
             f"{path}, line {number}: needs a prompt or input_len, and output_len, of 1 to {MOST_TOKENS} tokens"
         )
-    return _Line(found.timestamp, given, found.output_len, prompt)
+    return _Line(entry.timestamp, input_len, entry.output_len, prompt)

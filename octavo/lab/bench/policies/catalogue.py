@@ -17,10 +17,10 @@ def find(words: list[str]) -> list[Scenario]:
     Raises:
         ConfigError: there is no such group or scenario.
     """
-    known = {name: scenario for group in GROUPS.values() for name, scenario in group.items()}
-    found: dict[str, Scenario] = {}
+    scenarios = {name: scenario for group in GROUPS.values() for name, scenario in group.items()}
+    by_name: dict[str, Scenario] = {}
     for word in words:
-        if word not in GROUPS and word not in known:
-            raise ConfigError(f"no scenario {word!r}; known: {', '.join((*GROUPS, *known))}")
-        found |= GROUPS.get(word) or {word: known[word]}
-    return list(found.values())
+        if word not in GROUPS and word not in scenarios:
+            raise ConfigError(f"no scenario {word!r}; known: {', '.join((*GROUPS, *scenarios))}")
+        by_name |= GROUPS.get(word) or {word: scenarios[word]}
+    return list(by_name.values())

@@ -20,21 +20,21 @@ def draw(rows: Sequence[ScenarioRow], scenarios: Sequence[Scenario]) -> dict[str
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    found: dict[str, tuple[Any, str]] = {}
+    pictures: dict[str, tuple[Any, str]] = {}
     for place in dict.fromkeys(row.place for row in rows):
         here = {(row.scenario, row.policy): row for row in rows if row.place == place}
         names = list(dict.fromkeys(scenario for scenario, _ in here))
         means = {name: {r.policy: r.mean.mean_latency for r in here.values() if r.scenario == name} for name in names}
-        found[f"mean-latency-{place}"] = (drawings.bars(means, "mean latency (s)"), f"Mean latency, {place}.")
+        pictures[f"mean-latency-{place}"] = (drawings.bars(means, "mean latency (s)"), f"Mean latency, {place}.")
         for name in names:
             latencies: dict[str, Any] = {r.policy: r.latencies for r in here.values() if r.scenario == name}
             caption = f"Cumulative distributions of latencies, all runs together: {name}, {place}."
-            found[f"latencies-{place}-{name}"] = (drawings.distributions(latencies), caption)
+            pictures[f"latencies-{place}-{name}"] = (drawings.distributions(latencies), caption)
         for family, members in _families(scenarios).items():
             drawn = _goodput(here, members)
             if drawn is not None:
-                found[f"goodput-{place}-{family}"] = (drawn, f"Goodput against load: {family}, {place}.")
-    return found
+                pictures[f"goodput-{place}-{family}"] = (drawn, f"Goodput against load: {family}, {place}.")
+    return pictures
 
 
 def _families(scenarios: Sequence[Scenario]) -> dict[str, list[Scenario]]:

@@ -153,10 +153,10 @@ def write_csv(rows: Sequence[ScenarioRow], stream: IO[str]) -> None:
     for row in rows:
         values = [
             value
-            for found in (row.mean, row.deviation)
+            for figures in (row.mean, row.deviation)
             for value in (
-                *(getattr(found, name) for name in names),
-                *(found.user_latency.get(user) for user in users),
+                *(getattr(figures, name) for name in names),
+                *(figures.user_latency.get(user) for user in users),
             )
         ]
         writer.writerow([row.place, row.scenario, row.policy, row.capacity, len(row.runs), *values])
