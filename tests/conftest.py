@@ -114,9 +114,10 @@ def quick_interpreter() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of a few thousand random weights that speaks bytes, with a chat template."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.small_llama import make_llama
 
     folder = tmp_path_factory.mktemp("tiny")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -127,20 +128,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", chat_template=CHAT_TEMPLATE
     ).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocab),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = make_llama(0, vocab_size=len(vocab), max_position_embeddings=256, tie_word_embeddings=True)
+    model.save_pretrained(folder)
     return folder
 
 

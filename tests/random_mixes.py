@@ -25,20 +25,23 @@ def random_mix(rng: random.Random) -> tuple[dict[str, Any], list[str], list[Samp
     prompts, params = [], []
     for _ in range(16):
         prompts.append("".join(rng.choices(words, k=rng.randrange(1, 14))))
-        greedy = rng.random() < 0.5
-        params.append(
-            SamplingParams(
-                temperature=0.0 if greedy else 1.0,
-                seed=rng.randrange(100),
-                n=1 if greedy else rng.choice([1, 1, 2, 3]),
-                max_tokens=rng.randrange(1, 50),
-                logprobs=rng.choice([None, 0, 3]),
-                prompt_logprobs=rng.choice([None, None, 1]),
-                ignore_eos=rng.random() < 0.5,
-                stop=rng.choice([None, "e", "ab"]),
-                stop_token_ids=rng.choice([None, [40, 50, 60]]),
-                frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
-                logit_bias=rng.choice([None, {30: 5.0}]),
-            )
-        )
+        params.append(random_params(rng))
     return options, prompts, params
+
+
+def random_params(rng: random.Random, *, with_texts: bool = True) -> SamplingParams:
+    """Parameters of a request; without ``with_texts`` the engine has no tokenizer for stop texts."""
+    greedy = rng.random() < 0.5
+    return SamplingParams(
+        temperature=0.0 if greedy else 1.0,
+        seed=rng.randrange(100),
+        n=1 if greedy else rng.choice([1, 1, 2, 3]),
+        max_tokens=rng.randrange(1, 50),
+        logprobs=rng.choice([None, 0, 3]),
+        prompt_logprobs=rng.choice([None, None, 1]),
+        ignore_eos=rng.random() < 0.5,
+        stop=rng.choice([None, "e", "ab"]) if with_texts else None,
+        stop_token_ids=rng.choice([None, [40, 50, 60]]),
+        frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
+        logit_bias=rng.choice([None, {30: 5.0}]),
+    )

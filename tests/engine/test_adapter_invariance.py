@@ -12,6 +12,7 @@ from octavo.core.adapters import LoRARequest
 from octavo.loader.adapters.targets import AdapterTargets
 from octavo.models.config_files import read_model_config
 from tests.runner.test_adapter_store import make_adapter
+from tests.small_llama import save_distinct_llama
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
@@ -37,18 +38,8 @@ PROMPTS: list[Any] = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=64, **sizes, num_key_value_heads=2, max_position_embeddings=128)
-    network = LlamaForCausalLM(config)
-    for name, parameter in network.named_parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
-    network.save_pretrained(folder)
-    return folder
+    return save_distinct_llama(folder, vocab_size=64, hidden_size=64, intermediate_size=160)
 
 
 @pytest.fixture(scope="module")

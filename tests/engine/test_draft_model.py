@@ -21,6 +21,7 @@ from tests.engine import test_grammars_engine as forms
 from tests.engine.test_drafts_engine import PARAMS, PROMPTS, everything, load
 from tests.grammar_cases import generate
 from tests.random_mixes import random_mix
+from tests.small_llama import make_llama
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
@@ -28,24 +29,10 @@ pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 @pytest.fixture(scope="module")
 def tiny_draft(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A network of other shapes, with other random weights and the tokenizer of the tiny model."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("draft")
     shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=json.loads((tiny_model / "config.json").read_text())["vocab_size"],
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=100,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "max_position_embeddings": 100}
+    make_llama(1, **sizes, num_attention_heads=2, num_key_value_heads=1).save_pretrained(folder)
     return folder
 
 

@@ -20,6 +20,7 @@ from octavo.runner import loaded_model
 from octavo.runner.eagle_drafter import EagleDrafter
 from octavo.runner.network_drafter import Drafts
 from tests.models.eagle_heads import TARGET, Head, Reference, eagle1, eagle3
+from tests.random_mixes import random_params
 from tests.runner.test_adapter_store import make_adapter
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
@@ -363,21 +364,7 @@ def test_random_mixes(files: dict[str, Any], seed: int) -> None:
     prompts, params = [], []
     for _ in range(14):
         prompts.append(start[: rng.randrange(20)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))])
-        greedy = rng.random() < 0.5
-        params.append(
-            SamplingParams(
-                temperature=0.0 if greedy else 1.0,
-                seed=rng.randrange(100),
-                n=1 if greedy else rng.choice([1, 1, 2, 3]),
-                max_tokens=rng.randrange(1, 50),
-                logprobs=rng.choice([None, 0, 3]),
-                prompt_logprobs=rng.choice([None, None, 1]),
-                ignore_eos=rng.random() < 0.5,
-                stop_token_ids=rng.choice([None, [40, 50, 60]]),
-                frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
-                logit_bias=rng.choice([None, {30: 5.0}]),
-            )
-        )
+        params.append(random_params(rng, with_texts=False))
     wanted = everything(run(load(files["target"], **kind), prompts, params))
     drafts = rng.choice([1, 3, 7])
     llm = load(files["target"], files[method], method, drafts, **kind, **options)

@@ -11,6 +11,7 @@ import pytest
 
 from octavo import LLM
 from tests.executor.test_workers import WORK, answers
+from tests.small_llama import make_llama
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,23 +30,11 @@ TIGHT: dict[str, Any] = {
 def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A network whose sizes 4 workers divide, wide enough that another order of sums shows after rounding."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("wide")
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=258,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=1,
-        initializer_range=0.1,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "max_position_embeddings": 256}
+    model = make_llama(1, **sizes, num_attention_heads=8, num_key_value_heads=4, initializer_range=0.1)
+    model.to(torch.bfloat16).save_pretrained(folder)
     for file in tiny_model.glob("tokenizer*"):
         shutil.copy(file, folder)
     return folder

@@ -30,6 +30,7 @@ from octavo.models.config_reader import ConfigReader
 from octavo.models.quantization import read_quantization
 from tests import quantized_checkpoints as packers
 from tests.quantized_checkpoints import Packer, write
+from tests.small_llama import make_llama
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
@@ -130,23 +131,8 @@ CASES = {
 @pytest.fixture(scope="module")
 def source(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama whose matrices have inputs of 128 and 256; with every other linear layer's kind of name."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("source")
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=258,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config)
+    model = make_llama(3, hidden_size=128, intermediate_size=256, num_hidden_layers=1, tie_word_embeddings=True)
     for parameter in model.parameters():  # far from zero, so that the best two logits are not near each other
         parameter.data.mul_(3)
     model.save_pretrained(folder)

@@ -6,11 +6,19 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.embedding_models import make_encoder
 from tests.server.running_server import TINY, Running, running
 from tests.special_model import make_special_model
+
+
+@pytest.fixture(scope="module")
+def http(tiny_server: Running) -> Iterator[httpx.Client]:
+    """A client of ``tiny_server``."""
+    with tiny_server.http() as http:
+        yield http
 
 
 @pytest.fixture(scope="session")

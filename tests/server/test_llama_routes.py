@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,15 +11,8 @@ import pytest
 
 from octavo.server.field_marks import Hint, Refused, marks_of
 from octavo.server.llamacpp.llama_protocol import LlamaCompletionRequest
-from tests.server.running_server import Running
 
 PLAIN = {"temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def http(tiny_server: Running) -> Iterator[httpx.Client]:
-    with tiny_server.http() as http:
-        yield http
 
 
 def completed(http: httpx.Client, **fields: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -34,12 +33,6 @@ MESSAGES = [
     {"role": "assistant", "content": "yo", "reasoning_content": "hm"},
     {"role": "user", "content": "a\nb"},
 ]
-
-
-@pytest.fixture(scope="module")
-def http(tiny_server: Running) -> Iterator[httpx.Client]:
-    with tiny_server.http() as http:
-        yield http
 
 
 def create(http: httpx.Client, **body: Any) -> dict[str, Any]:

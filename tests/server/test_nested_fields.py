@@ -16,7 +16,7 @@ from openai.types.chat.chat_completion_assistant_message_param import ContentArr
 from openai.types.chat.chat_completion_content_part_param import ChatCompletionContentPartParam
 
 from octavo.engine.template_program import template_variables
-from tests.server.running_server import TINY, Running, running
+from tests.server.running_server import TINY, running
 
 CHAT = "/v1/chat/completions"
 READ, HARMLESS, REFUSED = "read", "harmless", "refused"
@@ -52,12 +52,6 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "audio_url": (REFUSED, {"audio_url": {"url": "data:,"}}),
     "image_pil": (REFUSED, {"image_pil": None}),
 }
-
-
-@pytest.fixture(scope="module")
-def http(tiny_server: Running) -> Iterator[httpx.Client]:
-    with tiny_server.http() as http:
-        yield http
 
 
 def answer(http: httpx.Client, *messages: dict[str, Any], **further: Any) -> tuple[int, Any]:

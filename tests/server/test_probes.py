@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import anthropic
 import httpx
@@ -16,12 +16,6 @@ from octavo.server.compressed_bodies import decompressed
 from tests.server.running_server import Running
 
 BODY = json.dumps({"prompt": "hello", "max_tokens": 4, "temperature": 0}).encode()
-
-
-@pytest.fixture(scope="module")
-def http(tiny_server: Running) -> Iterator[httpx.Client]:
-    with tiny_server.http() as http:
-        yield http
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/version", "/v1/models", "/v1/models/tiny", "/metrics"])

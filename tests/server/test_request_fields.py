@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -159,12 +158,6 @@ TABLE |= {
         ("grammar", 'start: "a"'),
     )
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def http(tiny_server: Running) -> Iterator[httpx.Client]:
-    with tiny_server.http() as http:
-        yield http
 
 
 @pytest.fixture(scope="module")
