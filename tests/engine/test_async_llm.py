@@ -44,6 +44,7 @@ from octavo.engine import async_engine, core_client, front_end, watchdog
 from octavo.engine.core_process import _check_messages
 from octavo.engine.core_start import CoreProcess
 from tests.busy_machine import PATIENCE, once_in_three
+from tests.engine_state import client_of, core_process_of
 
 OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 256, "max_num_seqs": 64, "num_threads": 1}
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -432,7 +433,7 @@ def test_what_is_not_refused_can_be_read_by_the_core(
     async def test(llm: AsyncLLM) -> None:
         accepted = 0
         sent: list[bytes] = []
-        client = llm._replicas.all[0].client
+        client = client_of(llm)
         with monkeypatch.context() as patch:
             patch.setattr(client, "_out", SimpleNamespace(send=sent.append))
             for value in ODD:
@@ -602,7 +603,7 @@ def test_an_exception_in_the_loop_of_the_core_is_told(tiny_model: Path) -> None:
         async with started(tiny_model, engine_restarts=0) as llm:
             await last(llm, "a", "Hello", SamplingParams(max_tokens=2))
             # A message that no front end sends: the core cannot go on.
-            llm._replicas.all[0].client._out.send(b"\xc1 garbage")
+            client_of(llm)._out.send(b"\xc1 garbage")
             with pytest.raises(EngineDeadError, match="DecodeError"):
                 await last(llm, "b", "Hello", LONG)
             assert llm.died.is_set()
@@ -711,7 +712,7 @@ def test_an_idle_engine_uses_no_processor_time(shared: Shared) -> None:
     async def test(llm: AsyncLLM) -> None:
         await last(llm, "a", "Hello", SamplingParams(max_tokens=4))
         await asyncio.sleep(0.2)
-        processes = [psutil.Process(llm._replicas.all[0].client._process.pid), psutil.Process()]
+        processes = [psutil.Process(core_process_of(llm).pid), psutil.Process()]
         before = [sum(p.cpu_times()[:2]) for p in processes]
         await asyncio.sleep(1.5)
         after = [sum(p.cpu_times()[:2]) for p in processes]

@@ -16,6 +16,7 @@ from octavo.core.config import make_config
 from octavo.core.plan import StepPlan, StepResult
 from octavo.executor.executor import Executor, PendingStep
 from tests.busy_machine import PATIENCE
+from tests.engine_state import check_nothing_held
 
 Params = SamplingParams | BeamSearchParams
 
@@ -128,12 +129,6 @@ def _numbers(logprobs: Any) -> Any:
     if logprobs is None:
         return None
     return [None if p is None else {t: (v.logprob, v.rank) for t, v in p.items()} for p in logprobs]
-
-
-def check_nothing_held(llm: LLM) -> None:
-    core = llm.llm_engine.core
-    assert core.blocks.state.used == core.blocks.state.host_used == core.blocks.num_tables == 0
-    assert not core.scheduler.has_work and not core._in_flight
 
 
 @pytest.fixture(scope="module")

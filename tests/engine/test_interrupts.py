@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 
 from octavo import LLM, BeamSearchParams, RequestOutputKind, SamplingParams
 from tests.busy_machine import eventually
+from tests.engine_state import check_nothing_held, workers_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -42,13 +42,6 @@ def load(model: Path, **options: Any) -> LLM:
 def answers(llm: LLM) -> list[list[list[int]]]:
     outputs = llm.generate([prompt for prompt, _ in WORK], [params for _, params in WORK], use_tqdm=False)
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
-
-
-def check_nothing_held(llm: LLM) -> None:
-    core = llm.llm_engine.core
-    assert core.blocks.state.used == core.blocks.state.host_used == core.blocks.num_tables == 0
-    assert not core.scheduler.has_work and not core._in_flight
-    assert not llm.llm_engine.has_unfinished_requests()
 
 
 @pytest.fixture
@@ -184,7 +177,6 @@ def test_workers_are_interrupted_between_messages_and_end_with_their_engine(tiny
         check_nothing_held(llm)
         if moment % 10 == 0:
             assert answers(llm) == right
-    executor: Any = llm.llm_engine.core.executor
-    processes = [psutil.Process(process.pid) for process in executor._processes]
-    del llm, executor
+    processes = workers_of(llm)
+    del llm
     eventually(lambda: not any(process.is_running() for process in processes))

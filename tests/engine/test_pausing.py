@@ -11,6 +11,7 @@ import pytest
 from octavo import LLM, AsyncLLM, ConfigError, EngineDeadError, RequestOutput, SamplingParams
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.engine.async_llm import PauseMode
+from tests.engine_state import core_process_of
 
 OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 96, "block_size": 4, "num_threads": 1, "max_model_len": 200}
 PROMPTS = [list(range(5, 5 + n)) for n in (40, 12, 7)]
@@ -165,5 +166,4 @@ def test_a_shutdown_need_not_be_awaited(tiny_model: Path) -> None:
 
 def ended(llm: AsyncLLM) -> bool:
     """Whether the engine's process ends, within seconds."""
-    process = llm._replicas.all[0].client._process._process
-    return process.wait(20) is not None
+    return core_process_of(llm)._process.wait(20) is not None

@@ -18,6 +18,7 @@ from tests.adapters import write_adapter
 from tests.embedding_models import make_encoder
 from tests.engine.test_invariance_scheduling import everything
 from tests.engine.test_resumption import PARAMS, PROMPTS
+from tests.engine_state import workers_of
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "block_size": 4, "num_gpu_blocks_override": 200}
 
@@ -36,12 +37,6 @@ class Killer:
             workers = workers_of(self.llm)
             os.kill(workers[-1].pid, self._signal)
             self.lost += workers
-
-
-def workers_of(llm: LLM) -> list[psutil.Process]:
-    """The worker processes, by rank."""
-    executor: Any = llm.core.executor
-    return [psutil.Process(process.pid) for process in executor._processes]
 
 
 def connections() -> list[str]:

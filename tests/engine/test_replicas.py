@@ -12,6 +12,7 @@ import pytest
 from octavo import LLM, AsyncLLM, SamplingParams
 from octavo.core.errors import ConfigError, EngineDeadError
 from octavo.core.outputs import RequestOutput
+from tests.engine_state import core_process_of
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "block_size": 4, "num_gpu_blocks_override": 160}
 WORK = [
@@ -34,10 +35,6 @@ async def last(llm: AsyncLLM, name: str, prompt: Any, params: SamplingParams, **
     """The last output of a request, which has all of it."""
     outputs = [output async for output in llm.generate(name, prompt, params, **options)]
     return outputs[-1]
-
-
-def process(llm: AsyncLLM, replica: int) -> Any:
-    return llm._replicas.all[replica].client._process
 
 
 def test_replicas_share_the_work_and_give_the_answers_of_one(tiny_model: Path) -> None:
@@ -96,11 +93,11 @@ def test_the_loss_of_a_replica_is_not_that_of_the_engine(tiny_model: Path) -> No
             await asyncio.sleep(0.005)
         tasks += [asyncio.ensure_future(last(llm, str(i), "x" * 8, long(i))) for i in range(3, 8)]
         await asyncio.sleep(0)
-        process(llm, 0).end()
+        core_process_of(llm, 0).end()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert not llm.died.is_set()
         after = await last(llm, "after", "x" * 8, long(0))
-        process(llm, 1).end()
+        core_process_of(llm, 1).end()
         await asyncio.wait_for(llm.died.wait(), 20)
         with pytest.raises(EngineDeadError):
             await last(llm, "too late", "x", long(0))

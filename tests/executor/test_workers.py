@@ -21,6 +21,7 @@ from octavo.core.config import make_config
 from octavo.core.errors import ConfigError, EngineDeadError, WeightError
 from octavo.executor.worker import Worker
 from tests.busy_machine import eventually
+from tests.engine_state import workers_of
 
 #: Prompts of 2 to 60 tokens for a model of one token a byte, and what is asked of them.
 WORK: list[tuple[str, Any]] = [
@@ -122,12 +123,6 @@ def test_calls_that_cannot_be_made_are_refused_and_the_workers_go_on(pair: LLM) 
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
-
-
-def workers_of(llm: LLM) -> list[psutil.Process]:
-    """The worker processes, by rank."""
-    executor: Any = llm.llm_engine.core.executor
-    return [psutil.Process(process.pid) for process in executor._processes]
 
 
 def test_a_killed_worker_ends_the_engine_and_its_processes_at_once(tiny_model: Path) -> None:
