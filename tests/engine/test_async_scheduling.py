@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.executor.executor import Executor, PendingStep
 from tests.busy_machine import PATIENCE
 from tests.engine_state import check_nothing_held
+from tests.whole_outputs import all_of, everything
 
 Params = SamplingParams | BeamSearchParams
 
@@ -114,21 +116,7 @@ def generate(llm: LLM, which: tuple[int, ...]) -> list[Any]:
         user=["a" if i < 5 else "b" for i in which],
         ttft_target=[60.0 - i if policy == "deadline" else None for i in which],
     )
-    return [everything(output) for output in outputs]
-
-
-def everything(output: RequestOutput) -> Any:
-    completions = [
-        (o.token_ids, o.text, o.finish_reason, o.stop_reason, o.cumulative_logprob, o.score, _numbers(o.logprobs))
-        for o in output.outputs
-    ]
-    return completions, _numbers(output.prompt_logprobs)
-
-
-def _numbers(logprobs: Any) -> Any:
-    if logprobs is None:
-        return None
-    return [None if p is None else {t: (v.logprob, v.rank) for t, v in p.items()} for p in logprobs]
+    return all_of(outputs)
 
 
 @pytest.fixture(scope="module")
@@ -300,20 +288,23 @@ def test_abort_at_any_moment_frees_everything(llm: LLM) -> None:
         check_nothing_held(llm)
 
 
+def raise_in_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
+    """Has the step of this number from now, and only that one, fail as it is handed to the worker."""
+    executor = llm.llm_engine.core.executor
+    submit, steps = executor.submit, itertools.count(1)
+
+    def submit_or_raise(plan: StepPlan) -> Any:
+        if next(steps) == number:
+            raise error
+        return submit(plan)
+
+    monkeypatch.setattr(executor, "submit", submit_or_raise)
+
+
 def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     good = llm.generate("good", params, use_tqdm=False)[0].outputs[0].token_ids
-    executor = llm.llm_engine.core.executor
-    submit, calls = executor.submit, 0
-
-    def interrupted(plan: StepPlan) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise KeyboardInterrupt
-        return submit(plan)
-
-    monkeypatch.setattr(executor, "submit", interrupted)
+    raise_in_step(llm, monkeypatch, 4, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b"], params, use_tqdm=False)
     check_nothing_held(llm)
@@ -326,17 +317,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     good = llm.generate("good", params, use_tqdm=False)[0].outputs[0].token_ids
-    executor = llm.llm_engine.core.executor
-    submit, calls = executor.submit, 0
-
-    def failing(plan: StepPlan) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise RuntimeError("the device is on fire")
-        return submit(plan)
-
-    monkeypatch.setattr(executor, "submit", failing)
+    raise_in_step(llm, monkeypatch, call, RuntimeError("the device is on fire"))
     outputs = llm.generate(["a", "b"], params, use_tqdm=False)
     assert {o.outputs[0].finish_reason for o in outputs} == {"error"}
     assert all("on fire" in (o.outputs[0].error or "") for o in outputs)

@@ -18,10 +18,11 @@ from octavo.runner import loaded_model
 from octavo.runner.draft_model import DraftModel
 from octavo.runner.model_runner import ModelRunner
 from tests.engine import test_grammars_engine as forms
-from tests.engine.test_drafts_engine import PARAMS, PROMPTS, everything, load
+from tests.engine.test_drafts_engine import PARAMS, PROMPTS, load
 from tests.grammar_cases import generate
 from tests.random_mixes import random_mix
 from tests.small_llama import make_llama
+from tests.whole_outputs import all_of
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
@@ -39,7 +40,7 @@ def tiny_draft(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="module")
 def plain(tiny_model: Path) -> Any:
     """The answers without drafts."""
-    return everything(load(tiny_model).generate(PROMPTS, PARAMS, use_tqdm=False))
+    return all_of(load(tiny_model).generate(PROMPTS, PARAMS, use_tqdm=False))
 
 
 def drafting(model: Path, draft: Path, k: int = 5, adaptive: bool = False, **options: Any) -> LLM:
@@ -76,10 +77,10 @@ def test_bit_for_bit_the_answers_without_drafts(
 ) -> None:
     wanted = plain
     if "kv_cache_dtype" in options:
-        wanted = everything(load(tiny_model, kv_cache_dtype="int8").generate(PROMPTS, PARAMS, use_tqdm=False))
+        wanted = all_of(load(tiny_model, kv_cache_dtype="int8").generate(PROMPTS, PARAMS, use_tqdm=False))
     llm = drafting(tiny_model, tiny_draft, **options)
     for _ in range(2):  # the second time with prompts in the prefix cache
-        assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == wanted
+        assert all_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == wanted
     stats = stats_of(llm)
     assert 0 < stats.accepted_tokens < stats.draft_tokens / 2
     assert stats.failures == 0
@@ -90,7 +91,7 @@ def test_the_model_itself_is_always_right(tiny_model: Path, plain: Any, options:
     """At every temperature: it draws with the same noise, and its requests' penalties are applied to it, too."""
     llm = drafting(tiny_model, tiny_model, **options)
     for _ in range(2):  # the second time with prompts in the prefix cache
-        assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
+        assert all_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
     stats = stats_of(llm)
     assert stats.draft_tokens == stats.accepted_tokens > 200
 
@@ -146,27 +147,27 @@ def test_what_was_swapped_is_not_computed_again(tiny_model: Path, caught_up: lis
 def test_adaptive_lengths(tiny_model: Path, tiny_draft: Path, plain: Any) -> None:
     for draft in (tiny_draft, tiny_model):
         llm = drafting(tiny_model, draft, adaptive=True)
-        assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
+        assert all_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
 
 
 def test_beams_and_processors_are_not_drafted(tiny_model: Path, tiny_draft: Path) -> None:
     processed = SamplingParams(temperature=0.0, max_tokens=9, logits_processors=[lambda ids, logits: logits])
     work: list[Any] = [*PARAMS, BeamSearchParams(beam_width=3, max_tokens=20), processed]
     prompts = [*PROMPTS, "beams", "processors"]
-    wanted = everything(load(tiny_model).generate(prompts, work, use_tqdm=False))
+    wanted = all_of(load(tiny_model).generate(prompts, work, use_tqdm=False))
     found = drafting(tiny_model, tiny_draft).generate(prompts, work, use_tqdm=False)
-    assert everything(found) == wanted
+    assert all_of(found) == wanted
     assert [o.metrics.num_draft_tokens for o in found[-2:]] == [0, 0]
 
 
 @pytest.mark.parametrize("jump_forward", [True, False])
 def test_grammars_bind_the_drafts_too(tiny_model: Path, tiny_draft: Path, jump_forward: bool) -> None:
     work = (forms.PROMPTS, forms.PARAMS, forms.FORMS)
-    wanted = everything(generate(forms.load(tiny_model), *work))
+    wanted = all_of(generate(forms.load(tiny_model), *work))
     for draft in (tiny_model, tiny_draft):
         config = {"model": str(draft), "adaptive": False}
         llm = forms.load(tiny_model, jump_forward=jump_forward, speculative_config=config)
-        assert everything(generate(llm, *work)) == wanted
+        assert all_of(generate(llm, *work)) == wanted
         stats = stats_of(llm)
         assert stats.accepted_tokens > 0
         assert draft == tiny_draft or stats.accepted_tokens == stats.draft_tokens
@@ -174,9 +175,9 @@ def test_grammars_bind_the_drafts_too(tiny_model: Path, tiny_draft: Path, jump_f
 
 def test_beyond_the_context_of_the_draft_model_nothing_is_drafted(tiny_model: Path, tiny_draft: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=110, ignore_eos=True)
-    wanted = everything(load(tiny_model).generate(["a story"], params, use_tqdm=False))
+    wanted = all_of(load(tiny_model).generate(["a story"], params, use_tqdm=False))
     llm = drafting(tiny_model, tiny_draft)
-    assert everything(llm.generate(["a story"], params, use_tqdm=False)) == wanted
+    assert all_of(llm.generate(["a story"], params, use_tqdm=False)) == wanted
     assert 0 < stats_of(llm).draft_tokens < 5 * 100
 
 
@@ -195,9 +196,9 @@ def test_a_drafter_that_fails_ends_no_request(
 
     monkeypatch.setattr(DraftModel, "draft", failing)
     llm = drafting(tiny_model, tiny_draft)
-    assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
+    assert all_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
     assert calls >= 3 and stats_of(llm).failures > 0
-    assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
+    assert all_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -205,7 +206,7 @@ def test_sleep(tiny_model: Path, plain: Any, level: int) -> None:
     llm = drafting(tiny_model, tiny_model)
     llm.sleep(level)
     llm.wake_up()
-    assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
+    assert all_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
     stats = stats_of(llm)
     assert stats.draft_tokens == stats.accepted_tokens > 100
 
@@ -274,10 +275,10 @@ def test_padded_embeddings_are_no_difference(tiny_model: Path, tiny_draft: Path,
         model.save_pretrained(folder)
         return folder
 
-    assert everything(drafting(tiny_model, padded(tiny_draft)).generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
+    assert all_of(drafting(tiny_model, padded(tiny_draft)).generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
     model = padded(tiny_model)
-    wanted = everything(load(model).generate(PROMPTS, PARAMS, use_tqdm=False))
-    assert everything(drafting(model, tiny_draft).generate(PROMPTS, PARAMS, use_tqdm=False)) == wanted
+    wanted = all_of(load(model).generate(PROMPTS, PARAMS, use_tqdm=False))
+    assert all_of(drafting(model, tiny_draft).generate(PROMPTS, PARAMS, use_tqdm=False)) == wanted
 
 
 def test_pipelines_are_refused_by_name(tiny_model: Path, tiny_draft: Path) -> None:
@@ -290,7 +291,7 @@ def test_pipelines_are_refused_by_name(tiny_model: Path, tiny_draft: Path) -> No
 def test_random_mixes(tiny_model: Path, tiny_draft: Path, seed: int) -> None:
     rng = random.Random(seed)
     options, prompts, params = random_mix(rng)
-    wanted = everything(load(tiny_model).generate(prompts, params, use_tqdm=False))
+    wanted = all_of(load(tiny_model).generate(prompts, params, use_tqdm=False))
     same = rng.random() < 0.5
     llm = drafting(
         tiny_model,
@@ -300,7 +301,7 @@ def test_random_mixes(tiny_model: Path, tiny_draft: Path, seed: int) -> None:
         **options,
     )
     for _ in range(2):
-        assert everything(llm.generate(prompts, params, use_tqdm=False)) == wanted
+        assert all_of(llm.generate(prompts, params, use_tqdm=False)) == wanted
     stats = stats_of(llm)
     assert stats.failures == 0
     if same:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, RequestOutput, SamplingParams
+from octavo import LLM, SamplingParams
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import InvalidRequestError
 from octavo.engine import core
@@ -16,6 +16,7 @@ from octavo.scheduler.groups import Sequence
 from octavo.speculation.drafter import DraftedSequence, Drafter
 from octavo.speculation.speculator import Speculator
 from tests.random_mixes import random_mix
+from tests.whole_outputs import all_of
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
@@ -87,13 +88,6 @@ def load(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), max_model_len=128, **{**defaults, **options})
 
 
-def everything(outputs: list[RequestOutput]) -> Any:
-    return [
-        [(o.token_ids, o.text, o.finish_reason, o.cumulative_logprob, o.logprobs) for o in output.outputs]
-        for output in outputs
-    ]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -115,7 +109,7 @@ def test_bit_for_bit_the_answers_without_guesses(
     monkeypatch.setattr(core, "make_speculator", lambda _: Speculator(drafter, 4, adaptive=False))
     llm = load(tiny_model, **options)
     found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    assert everything(found) == everything(outputs)
+    assert all_of(found) == all_of(outputs)
     assert drafter.proposed > 50
     if not options:
         assert llm.llm_engine.core.times.steps < max(len(c.token_ids) for o in outputs for c in o.outputs)
@@ -134,8 +128,8 @@ def test_bit_for_bit_the_answers_without_guesses(
 )
 def test_drafters_of_the_option(tiny_model: Path, plain: Any, method: str, options: dict[str, Any]) -> None:
     llm = load(tiny_model, speculative_config={"method": method, "adaptive": False}, **options)
-    assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
-    assert everything(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain  # ``suffix`` knows the answers now
+    assert all_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain
+    assert all_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == plain  # ``suffix`` knows the answers now
     stats = llm.llm_engine.core.scheduler.stats().speculation
     assert stats is not None and 0 < stats.accepted_tokens <= stats.draft_tokens
 
@@ -143,7 +137,7 @@ def test_drafters_of_the_option(tiny_model: Path, plain: Any, method: str, optio
 @pytest.fixture(scope="module")
 def plain(tiny_model: Path) -> Any:
     """The answers without drafts."""
-    return everything(load(tiny_model).generate(PROMPTS, PARAMS, use_tqdm=False))
+    return all_of(load(tiny_model).generate(PROMPTS, PARAMS, use_tqdm=False))
 
 
 @pytest.mark.parametrize("kind", ["rubbish", "right", "failing"])
@@ -157,7 +151,7 @@ def test_whatever_a_drafter_does(
     monkeypatch.setattr(core, "make_speculator", lambda _: Speculator(drafter, 5, adaptive=adaptive))
     llm = load(tiny_model)
     found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    assert everything(found) == plain
+    assert all_of(found) == plain
     if not adaptive:
         drafted = [o.metrics.num_draft_tokens for o in found]
         accepted = [o.metrics.num_accepted_draft_tokens for o in found]
@@ -188,7 +182,7 @@ def test_a_processor_of_a_user_is_called_once_a_token_and_beams_are_as_ever(tiny
     beams = BeamSearchParams(beam_width=3, max_tokens=12)
     llms = [load(tiny_model), load(tiny_model, speculative_config={"method": "ngram", "adaptive": False})]
     plain, found = (llm.generate(PROMPTS[:1], params, use_tqdm=False) for llm in llms)
-    assert everything(plain) == everything(found)
+    assert all_of(plain) == all_of(found)
     assert calls == 2 * list(range(12))
     one, other = (llm.beam_search([{"prompt": PROMPTS[0]}], beams)[0].sequences for llm in llms)
     assert [b.tokens for b in one] == [b.tokens for b in other]
@@ -205,10 +199,10 @@ def test_random_mixes(tiny_model: Path, seed: int) -> None:
         "prompt_lookup_min": rng.choice([1, 2]),
         "adaptive": rng.random() < 0.3,
     }
-    wanted = everything(load(tiny_model).generate(prompts, params, use_tqdm=False))
+    wanted = all_of(load(tiny_model).generate(prompts, params, use_tqdm=False))
     llm = load(tiny_model, speculative_config=config, **options)
     for _ in range(2):
-        assert everything(llm.generate(prompts, params, use_tqdm=False)) == wanted
+        assert all_of(llm.generate(prompts, params, use_tqdm=False)) == wanted
 
 
 ALONE = {"method": "prediction", "adaptive": False}
@@ -222,7 +216,7 @@ def test_predicted_outputs(tiny_model: Path, plain: Any, config: dict[str, Any] 
     llm = load(tiny_model, speculative_config=config, async_scheduling=async_scheduling)
     for predictions in (right, edited, [[9] * 500] * 5, ["any text", None, "", right[3], None]):
         found = llm.generate(PROMPTS, PARAMS, prediction=predictions, use_tqdm=False)
-        assert everything(found) == plain
+        assert all_of(found) == plain
         if config is ALONE and predictions in (right, edited):
             assert found[0].metrics.num_accepted_draft_tokens > 20
     if config is ALONE:
@@ -248,6 +242,6 @@ def test_predictions_of_chats_and_wrong_ones(tiny_model: Path) -> None:
 def test_beams_beside_drafts(tiny_model: Path) -> None:
     work: list[SamplingParams | BeamSearchParams] = [*PARAMS, BeamSearchParams(beam_width=3, max_tokens=20)]
     prompts = [*PROMPTS, "beams"]
-    wanted = everything(load(tiny_model).generate(prompts, work, use_tqdm=False))
+    wanted = all_of(load(tiny_model).generate(prompts, work, use_tqdm=False))
     llm = load(tiny_model, speculative_config={"method": "ngram", "prompt_lookup_min": 1, "adaptive": False})
-    assert everything(llm.generate(prompts, work, use_tqdm=False)) == wanted
+    assert all_of(llm.generate(prompts, work, use_tqdm=False)) == wanted

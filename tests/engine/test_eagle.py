@@ -22,6 +22,7 @@ from octavo.runner.network_drafter import Drafts
 from tests.models.eagle_heads import TARGET, Head, Reference, eagle1, eagle3
 from tests.random_mixes import random_params
 from tests.runner.test_adapter_store import make_adapter
+from tests.whole_outputs import all_of
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
@@ -83,20 +84,10 @@ def run(llm: LLM, prompts: list[list[int]], params: Any) -> list[RequestOutput]:
     return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
 
 
-def everything(outputs: list[RequestOutput]) -> Any:
-    return [
-        (
-            output.prompt_logprobs,
-            [(o.token_ids, o.finish_reason, o.cumulative_logprob, o.logprobs) for o in output.outputs],
-        )
-        for output in outputs
-    ]
-
-
 @pytest.fixture(scope="module")
 def plain(files: dict[str, Any]) -> Any:
     """The answers without drafts."""
-    return everything(run(load(files["target"]), PROMPTS, PARAMS))
+    return all_of(run(load(files["target"]), PROMPTS, PARAMS))
 
 
 @pytest.fixture
@@ -131,10 +122,10 @@ def test_bit_for_bit_the_answers_without_a_head(
 ) -> None:
     llm = load(files["target"], files[method], method, **options)
     outputs = run(llm, PROMPTS, PARAMS)
-    assert everything(outputs) == plain
+    assert all_of(outputs) == plain
     if "preemption_mode" in options:
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
-    assert everything(run(llm, PROMPTS, PARAMS)) == plain  # with hits in the prefix cache
+    assert all_of(run(llm, PROMPTS, PARAMS)) == plain  # with hits in the prefix cache
     stats = llm.llm_engine.core.scheduler.stats().speculation
     assert stats is not None and stats.draft_tokens > 200 and stats.failures == 0
 
@@ -264,10 +255,10 @@ def test_a_head_that_is_right_is_accepted(
     head().save(tmp_path / "head")
     prompts = [[0, 2, 4, 18, 6, 38, 20, 8], [2], [(6 * i) % 40 for i in range(30)]]
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=60, ignore_eos=True, logprobs=1)
-    wanted = everything(run(load(tmp_path / "target"), prompts, params))
+    wanted = all_of(run(load(tmp_path / "target"), prompts, params))
     for options in ({}, {"max_num_batched_tokens": 13}, {"num_gpu_blocks_override": 45, "watermark": 0.0}):
         llm = load(tmp_path / "target", tmp_path / "head", method, drafts=5, **options)
-        assert everything(run(llm, prompts, params)) == wanted
+        assert all_of(run(llm, prompts, params)) == wanted
         stats = llm.llm_engine.core.scheduler.stats().speculation
         assert stats is not None and stats.draft_tokens > 100
         assert stats.accepted_tokens / stats.draft_tokens > 0.9
@@ -301,7 +292,7 @@ def test_a_head_sleeps_and_wakes_with_the_model(files: dict[str, Any], plain: An
     for level in (1, 2):
         llm.sleep(level=level)
         llm.wake_up()
-        assert everything(run(llm, PROMPTS, PARAMS)) == plain
+        assert all_of(run(llm, PROMPTS, PARAMS)) == plain
 
 
 def test_beams_and_adapters_beside_drafts(files: dict[str, Any], tmp_path: Path) -> None:
@@ -313,7 +304,7 @@ def test_beams_and_adapters_beside_drafts(files: dict[str, Any], tmp_path: Path)
     def answers(llm: LLM) -> Any:
         prompts: Any = [{"prompt_token_ids": prompt} for prompt in [*PROMPTS, PROMPTS[2]]]
         plain = llm.generate(prompts, work, use_tqdm=False)
-        return everything(plain), everything(llm.generate(prompts, work[0], use_tqdm=False, lora_request=adapted))
+        return all_of(plain), all_of(llm.generate(prompts, work[0], use_tqdm=False, lora_request=adapted))
 
     options: dict[str, Any] = {"enable_lora": True, "max_num_seqs": 16, "max_num_batched_tokens": 32}
     wanted = answers(load(files["target"], **options))
@@ -328,7 +319,7 @@ def test_beams_and_adapters_beside_drafts(files: dict[str, Any], tmp_path: Path)
 @pytest.mark.parametrize("method", HEADS)
 def test_two_ranks_draft_the_same(files: dict[str, Any], plain: Any, method: str, tmp_path: Path) -> None:
     llm = load(files["target"], files[method], method, tensor_parallel_size=2, num_threads=2, device="cpu")
-    assert everything(run(llm, PROMPTS, PARAMS)) == plain
+    assert all_of(run(llm, PROMPTS, PARAMS)) == plain
     llm.llm_engine.core.shutdown()
     save_target(tmp_path / "target", ORDERED, deterministic)
     head = knows_the_hidden_state() if method == "eagle" else knows_the_middle_layer()
@@ -365,8 +356,8 @@ def test_random_mixes(files: dict[str, Any], seed: int) -> None:
     for _ in range(14):
         prompts.append(start[: rng.randrange(20)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))])
         params.append(random_params(rng, with_texts=False))
-    wanted = everything(run(load(files["target"], **kind), prompts, params))
+    wanted = all_of(run(load(files["target"], **kind), prompts, params))
     drafts = rng.choice([1, 3, 7])
     llm = load(files["target"], files[method], method, drafts, **kind, **options)
     for _ in range(2):
-        assert everything(run(llm, prompts, params)) == wanted
+        assert all_of(run(llm, prompts, params)) == wanted

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from octavo import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.core.structured_outputs import Grammar
 from octavo.grammar.compiler import GrammarCompiler
 from tests.grammar_cases import PERSON, generate, json_form, load, regex_form
+from tests.whole_outputs import all_of
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
@@ -32,13 +33,6 @@ PARAMS = [
 ]
 
 
-def everything(outputs: list[RequestOutput]) -> Any:
-    return [
-        [(o.token_ids, o.text, o.finish_reason, o.cumulative_logprob, o.logprobs) for o in output.outputs]
-        for output in outputs
-    ]
-
-
 def steps(llm: LLM) -> int:
     return llm.llm_engine.core.times.steps
 
@@ -47,7 +41,7 @@ def steps(llm: LLM) -> int:
 def alone(tiny_model: Path) -> Any:
     """Each request alone, every token of it sampled in a step of its own."""
     llm = load(tiny_model, jump_forward=False)
-    return [everything(generate(llm, [p], [q], [g]))[0] for p, q, g in zip(PROMPTS, PARAMS, FORMS, strict=True)]
+    return [all_of(generate(llm, [p], [q], [g]))[0] for p, q, g in zip(PROMPTS, PARAMS, FORMS, strict=True)]
 
 
 def test_the_outputs_are_of_their_form(alone: Any) -> None:
@@ -88,10 +82,10 @@ DRAFTED = {"speculative_config": {"method": "ngram", "adaptive": False, "prompt_
 def test_bit_for_bit_the_same(tiny_model: Path, alone: Any, options: dict[str, Any]) -> None:
     llm = load(tiny_model, **options)
     outputs = generate(llm, PROMPTS * 2, PARAMS * 2, FORMS * 2)
-    assert everything(outputs) == alone * 2
+    assert all_of(outputs) == alone * 2
     assert (sum(o.metrics.num_preemptions for o in outputs) > 0) == ("num_gpu_blocks_override" in options)
     again = generate(llm, PROMPTS[::-1], PARAMS[::-1], FORMS[::-1])[::-1]
-    assert everything(again) == alone, "the grammars are there already"
+    assert all_of(again) == alone, "the grammars are there already"
 
 
 def test_neighbours_do_not_change_what_is_not_bound(tiny_model: Path, alone: Any) -> None:
@@ -99,7 +93,7 @@ def test_neighbours_do_not_change_what_is_not_bound(tiny_model: Path, alone: Any
     free = [i for i, form in enumerate(FORMS) if form is None]
     for neighbours in (None, CALL, WORDS):
         forms = [None if i in free else neighbours for i in range(len(FORMS))]
-        found = everything(generate(llm, PROMPTS, PARAMS, forms))
+        found = all_of(generate(llm, PROMPTS, PARAMS, forms))
         assert [found[i] for i in free] == [alone[i] for i in free]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from tests.whole_outputs import everything
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
@@ -49,19 +50,6 @@ def run(llm: LLM) -> list[RequestOutput]:
         user=["a" if i < 5 else "b" for i in range(8)],
         ttft_target=[60.0 - i if policy == "deadline" else None for i in range(8)],
     )
-
-
-def everything(output: RequestOutput) -> Any:
-    completions = [
-        (o.token_ids, o.finish_reason, o.cumulative_logprob, o.score, _numbers(o.logprobs)) for o in output.outputs
-    ]
-    return completions, _numbers(output.prompt_logprobs)
-
-
-def _numbers(logprobs: Any) -> Any:
-    if logprobs is None:
-        return None
-    return [None if p is None else {t: (v.logprob, v.rank) for t, v in p.items()} for p in logprobs]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import LLM, RequestOutput, SamplingParams
+from octavo import LLM, SamplingParams
+from tests.whole_outputs import everything
 
 WINDOW, BLOCK = 8, 4
 _RNG = random.Random(4)
@@ -80,10 +81,6 @@ def generate(llm: LLM, which: list[int]) -> list[Any]:
         [{"prompt_token_ids": PROMPTS[i]} for i in which], [PARAMS[i] for i in which], use_tqdm=False
     )
     return [everything(output) for output in outputs]
-
-
-def everything(output: RequestOutput) -> Any:
-    return [(o.token_ids, o.logprobs, o.cumulative_logprob) for o in output.outputs], output.prompt_logprobs
 
 
 @pytest.fixture(scope="module")

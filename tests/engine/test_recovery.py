@@ -16,9 +16,9 @@ from octavo import LLM, LoRARequest, SamplingParams
 from octavo.core.errors import EngineDeadError
 from tests.adapters import write_adapter
 from tests.embedding_models import make_encoder
-from tests.engine.test_invariance_scheduling import everything
 from tests.engine.test_resumption import PARAMS, PROMPTS
 from tests.engine_state import workers_of
+from tests.whole_outputs import everything
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "block_size": 4, "num_gpu_blocks_override": 200}
 

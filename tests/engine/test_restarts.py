@@ -17,8 +17,8 @@ import pytest
 from octavo import AsyncLLM, RequestOutput
 from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.test_invariance_scheduling import everything
 from tests.engine.test_resumption import OPTIONS, PARAMS, PROMPTS, engine, finish
+from tests.whole_outputs import everything
 
 LONG = SamplingParams(temperature=1.0, seed=11, max_tokens=150, ignore_eos=True)
 

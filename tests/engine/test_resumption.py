@@ -14,7 +14,7 @@ from octavo.core.request import EngineCoreRequest
 from octavo.core.sampling_params import RequestOutputKind
 from octavo.engine.core import EngineCore
 from octavo.engine.llm_engine import LLMEngine
-from tests.engine.test_invariance_scheduling import everything
+from tests.whole_outputs import everything
 
 Params = SamplingParams | BeamSearchParams
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from octavo import LLM, UnsupportedModelError
 from octavo.models.config_files import read_model_config
 from tests.embedding_models import make_encoder
+from tests.loader.conftest import finish
 
 TEXTS = ["abc def", "a", "Deaf, bad; cab!", "x" * 50]
 #: Names of the folder's tensors by those in a file.
@@ -58,13 +59,6 @@ def write_gguf(folder: Path, path: Path, *, pooling: int | None = 1, labels: lis
                     writer.add_tensor(f"{ours.format(layer)}.{kind}", np.ascontiguousarray(tensor))
     finish(writer)
     return path
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import anthropic
@@ -14,9 +13,10 @@ from pydantic import TypeAdapter
 
 from octavo.server.field_marks import Hint, marks_of
 from octavo.server.messages.message_protocol import CountTokensRequest, MessagesRequest
+from tests.server.beside_chats import chat_text, named_events
 from tests.server.running_server import Running
 
-ROUTE, CHAT = "/v1/messages", "/v1/chat/completions"
+ROUTE = "/v1/messages"
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 HI = [{"role": "user", "content": "hi"}]
 #: A conversation in blocks, and the messages that say the same.
@@ -46,19 +46,12 @@ def create(http: httpx.Client, **body: Any) -> dict[str, Any]:
 
 def streamed(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
     """The events of a stream, each checked by the types of the anthropic package."""
-    body = {"model": "tiny", "messages": HI, "max_tokens": 8, "temperature": 0, **body, "stream": True}
-    with http.stream("POST", ROUTE, json=body) as answer:
-        text = answer.read().decode()
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream"), text
-    found = []
-    for block in text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
+    body = {"model": "tiny", "messages": HI, "max_tokens": 8, "temperature": 0, **body}
+    events = named_events(http, ROUTE, body)
+    for event in events:
         if event["type"] != "ping":
             EVENT.validate_python(event, strict=True)
-        found.append(event)
-    return found
+    return events
 
 
 def refused(http: httpx.Client, status: int = 400, path: str = ROUTE, **body: Any) -> dict[str, Any]:
@@ -73,13 +66,6 @@ def refused(http: httpx.Client, status: int = 400, path: str = ROUTE, **body: An
 
 def text_of(message: dict[str, Any]) -> str:
     return "".join(block["text"] for block in message["content"])
-
-
-def chat_text(http: httpx.Client, messages: list[dict[str, Any]], **body: Any) -> str:
-    answer = http.post(CHAT, json={"messages": messages, "max_tokens": 8, "temperature": 0, **body})
-    assert answer.status_code == 200, answer.text
-    text: str = answer.json()["choices"][0]["message"]["content"]
-    return text
 
 
 # Answers ------------------------------------------------------------------------------------------------------------

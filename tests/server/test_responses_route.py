@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
@@ -13,6 +12,7 @@ from pydantic import TypeAdapter
 
 from octavo.server.field_marks import Hint, marks_of
 from octavo.server.responses.response_protocol import ResponsesRequest
+from tests.server.beside_chats import chat_text, named_events
 from tests.server.running_server import Running
 
 ROUTE, CHAT = "/v1/responses", "/v1/chat/completions"
@@ -46,20 +46,11 @@ def create(http: httpx.Client, **body: Any) -> dict[str, Any]:
 
 def streamed(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
     """The events of a stream, each checked by the types of the openai package."""
-    with http.stream(
-        "POST", ROUTE, json={"input": "hi", "max_output_tokens": 8, "temperature": 0, **body, "stream": True}
-    ) as answer:
-        text = answer.read().decode()
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream"), text
-    found = []
-    for block in text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
+    events = named_events(http, ROUTE, {"input": "hi", "max_output_tokens": 8, "temperature": 0, **body})
+    for event in events:
         EVENT.validate_python(event, strict=True)
-        found.append(event)
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
 
 
 def refused(http: httpx.Client, status: int = 400, **body: Any) -> dict[str, Any]:
@@ -71,13 +62,6 @@ def refused(http: httpx.Client, status: int = 400, **body: Any) -> dict[str, Any
 
 def text_of(response: dict[str, Any]) -> str:
     return "".join(part["text"] for item in response["output"] for part in item["content"])
-
-
-def chat_text(http: httpx.Client, messages: list[dict[str, Any]], **body: Any) -> str:
-    answer = http.post(CHAT, json={"messages": messages, "max_tokens": 8, "temperature": 0, **body})
-    assert answer.status_code == 200, answer.text
-    text: str = answer.json()["choices"][0]["message"]["content"]
-    return text
 
 
 # Answers ------------------------------------------------------------------------------------------------------------
