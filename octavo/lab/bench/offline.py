@@ -168,11 +168,6 @@ class BatchRun:
         return sum(c.computed for c in self.steady) / len(self.steady) / self.batch if self.steady else 0.0
 
     @property
-    def device_seconds(self) -> float:
-        """Mean seconds of computation on the device in a steady step; 0 on a CPU."""
-        return sum(c.device for c in self.steady) / len(self.steady) if self.steady else 0.0
-
-    @property
     def idle_share(self) -> float | None:
         """Share of steady steps in which the device was idle; None on a CPU."""
         idle, device = sum(c.idle for c in self.steady), sum(c.device for c in self.steady)
