@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
+
 from octavo.core.errors import InvalidRequestError
 
 Schema = dict[str, Any]
@@ -79,6 +81,18 @@ _WITH_NUMBERS = _COUNTS | _NUMBERS | {"const", "enum"}
 
 #: Characters of a path in messages.
 _LONGEST_PATH = 300
+
+
+def read_json(text: str | bytes, place: str) -> Any:
+    """What a JSON text in a request says.
+
+    Raises:
+        InvalidRequestError: it is none; the message begins with ``place``.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
+        raise InvalidRequestError(f"{place} is not valid JSON: {e}") from None
 
 
 class SchemaError(InvalidRequestError):

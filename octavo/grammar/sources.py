@@ -13,7 +13,7 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.grammar.closed_objects import closed
 from octavo.grammar.json_form import with_options
-from octavo.grammar.json_schema import Schema, prepare
+from octavo.grammar.json_schema import Schema, prepare, read_json
 
 #: Most texts of a choice.
 MAX_CHOICES = 10_000
@@ -35,10 +35,7 @@ def read_schema(value: Any, params: StructuredOutputsParams, place: str) -> Sche
     Raises:
         InvalidRequestError: it is no JSON, no schema, or not supported; the message begins with ``place``.
     """
-    try:
-        schema = msgspec.json.decode(value if isinstance(value, str) else msgspec.json.encode(value))
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
-        raise InvalidRequestError(f"{place} is not valid JSON: {e}") from None
+    schema = read_json(value if isinstance(value, str) else msgspec.json.encode(value), place)
     if schema is True:
         return {}
     if not isinstance(schema, dict):
@@ -100,10 +97,7 @@ def read_tags(given: Any, params: StructuredOutputsParams) -> list[Tag]:
     """
     place = "structured_outputs.structural_tag"
     if isinstance(given, str):
-        try:
-            given = msgspec.json.decode(given)
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
-            raise InvalidRequestError(f"{place} is not valid JSON: {e}") from None
+        given = read_json(given, place)
     if not isinstance(given, dict):
         raise InvalidRequestError(f"{place} must be an object with structures and triggers")
     if "format" in given:

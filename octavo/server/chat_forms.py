@@ -14,6 +14,7 @@ from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.engine.tool_messages import CallFormat
 from octavo.grammar.closed_objects import closed
 from octavo.grammar.json_form import with_options
+from octavo.grammar.json_schema import read_json
 from octavo.server.api_errors import invalid, unsupported
 from octavo.server.middleware import client_of
 from octavo.server.service import Service
@@ -77,10 +78,7 @@ def _rule(answer: StructuredOutputsParams) -> str:
 def _schema(answer: StructuredOutputsParams) -> dict[str, Any]:
     schema = dict(_OBJECT) if answer.json_object else answer.json
     if isinstance(schema, str):
-        try:
-            schema = msgspec.json.decode(schema)
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
-            raise InvalidRequestError(f"structured_outputs.json is not valid JSON: {e}") from None
+        schema = read_json(schema, "structured_outputs.json")
     if not isinstance(schema, dict):
         return {}
     return schema if answer.disable_additional_properties is False else closed(schema)
