@@ -19,6 +19,17 @@ class PooledUsage(ResponseModel):
     total_tokens: int
 
 
+class _ListOfInputs(ResponseModel):
+    """A response with an entry for each input."""
+
+    object: Literal["list"]
+    data: list[Any]
+    model: str
+    usage: PooledUsage
+    id: str
+    created: int
+
+
 class Embedding(ResponseModel):
     """The vector of one input."""
 
@@ -27,15 +38,10 @@ class Embedding(ResponseModel):
     embedding: list[float] | str
 
 
-class EmbeddingList(ResponseModel):
+class EmbeddingList(_ListOfInputs):
     """A response of ``/v1/embeddings``."""
 
-    object: Literal["list"]
     data: list[Embedding]
-    model: str
-    usage: PooledUsage
-    id: str
-    created: int
 
 
 class PooledData(ResponseModel):
@@ -48,15 +54,10 @@ class PooledData(ResponseModel):
     )
 
 
-class PooledList(ResponseModel):
+class PooledList(_ListOfInputs):
     """A response of ``/pooling``."""
 
-    object: Literal["list"]
     data: list[PooledData]
-    model: str
-    usage: PooledUsage
-    id: str
-    created: int
 
 
 class Classification(ResponseModel):
@@ -68,15 +69,10 @@ class Classification(ResponseModel):
     num_classes: int
 
 
-class ClassificationList(ResponseModel):
+class ClassificationList(_ListOfInputs):
     """A response of ``/classify``."""
 
-    object: Literal["list"]
     data: list[Classification]
-    model: str
-    usage: PooledUsage
-    id: str
-    created: int
 
 
 class RankedDocument(ResponseModel):
@@ -111,12 +107,7 @@ class Score(ResponseModel):
     score: float
 
 
-class ScoreList(ResponseModel):
+class ScoreList(_ListOfInputs):
     """A response of ``/v1/score`` and ``/score``."""
 
-    object: Literal["list"]
     data: list[Score]
-    model: str
-    usage: PooledUsage
-    id: str
-    created: int
