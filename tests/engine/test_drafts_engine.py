@@ -211,7 +211,7 @@ ALONE = {"method": "prediction", "adaptive": False}
 @pytest.mark.parametrize("config", [None, {"method": "ngram"}, ALONE])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_predicted_outputs(tiny_model: Path, plain: Any, config: dict[str, Any] | None, async_scheduling: bool) -> None:
-    right = [list(tokens) for (tokens, *_), *_ in plain]
+    right = [list(tokens) for ((tokens, *_), *_), _ in plain]
     edited = [[*ids[:7], 3, 5, *ids[9:]] for ids in right]
     llm = load(tiny_model, speculative_config=config, async_scheduling=async_scheduling)
     for predictions in (right, edited, [[9] * 500] * 5, ["any text", None, "", right[3], None]):

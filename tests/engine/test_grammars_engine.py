@@ -45,13 +45,13 @@ def alone(tiny_model: Path) -> Any:
 
 
 def test_the_outputs_are_of_their_form(alone: Any) -> None:
-    texts = [completion[1] for completion in (output[0] for output in alone)]
+    texts = [completions[0][1] for completions, _ in alone]
     Draft202012Validator(PERSON).validate(json.loads(texts[0]))
     assert re.fullmatch("(the quick brown fox|the lazy dog){1,3}", texts[2])
-    assert all(re.fullmatch(r"call\([a-z]{1,5}, argument=[0-9]{1,4}\)", o[1]) for o in alone[3])
+    assert all(re.fullmatch(r"call\([a-z]{1,5}, argument=[0-9]{1,4}\)", o[1]) for o in alone[3][0])
     for person in json.loads(texts[5]):
         Draft202012Validator(PERSON).validate(person)
-    assert [output[0][2] for output in alone] == ["stop", "length", "stop", "stop", "length", "stop"]
+    assert [completions[0][2] for completions, _ in alone] == ["stop", "length", "stop", "stop", "length", "stop"]
 
 
 PREEMPTED = {"num_gpu_blocks_override": 50, "enable_prefix_caching": False}
