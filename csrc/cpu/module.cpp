@@ -45,7 +45,8 @@ NB_MODULE(_cpu, m) {
            [](Step* s, int64_t tokens, int64_t sequences, int64_t decodes, uintptr_t token_ids, uintptr_t positions,
               uintptr_t slots, uintptr_t query_start, uintptr_t seq_lens, uintptr_t block_tables, int64_t stride,
               int64_t table_group_stride, int64_t slot_group_stride, int64_t sampled, uintptr_t sampled_rows, int64_t encoder,
-              uintptr_t adapters, uintptr_t token_types) {
+              uintptr_t adapters, uintptr_t token_types, uintptr_t cross_lens, uintptr_t cross_tables,
+              int64_t cross_table_stride) {
              new (s) Step{tokens,
                           sampled,
                           encoder,
@@ -63,14 +64,18 @@ NB_MODULE(_cpu, m) {
                           pointer<int64_t>(sampled_rows),
                           pointer<int32_t>(adapters),
                           nullptr,
-                          pointer<int64_t>(token_types)};
+                          pointer<int64_t>(token_types),
+                          pointer<int32_t>(cross_lens),
+                          pointer<int32_t>(cross_tables),
+                          cross_table_stride};
            },
            nb::arg("tokens"), nb::arg("sequences") = 0, nb::arg("decodes") = 0, nb::arg("token_ids") = 0,
            nb::arg("positions") = 0, nb::arg("slots") = 0, nb::arg("query_start") = 0, nb::arg("seq_lens") = 0,
            nb::arg("block_tables") = 0, nb::arg("block_table_stride") = 0,
            nb::arg("block_table_group_stride") = 0, nb::arg("slot_group_stride") = 0, nb::arg("sampled") = 0,
            nb::arg("sampled_rows") = 0, nb::arg("encoder") = 0, nb::arg("adapters") = 0,
-           nb::arg("token_types") = 0);
+           nb::arg("token_types") = 0, nb::arg("cross_lens") = 0, nb::arg("cross_tables") = 0,
+           nb::arg("cross_table_stride") = 0);
   nb::class_<Op>(m, "Op").def("run", [](Op& op, const Step& step) {
     nb::gil_scoped_release release;
     const auto mode = DenormalMode::flushed();

@@ -37,6 +37,9 @@ struct Step {
   const int32_t* adapters = nullptr;      // [T]: slot of each token's adapter, -1 for none; null: no token has one
   const int64_t* adapter_rows = nullptr;  // of an operation over other rows: whose adapters they have; null: their own
   const int64_t* token_types = nullptr;   // [T]
+  const int32_t* cross_lens = nullptr;    // [S], of networks with cross attention
+  const int32_t* cross_tables = nullptr;  // [S, cross_table_stride]
+  int64_t cross_table_stride = 0;
 
   const int64_t* ids(Ids which) const {
     return which == Ids::token_ids ? token_ids : which == Ids::positions ? positions : token_types;
@@ -47,6 +50,15 @@ struct Step {
     Step step = *this;
     step.slots += group * slot_group_stride;
     step.block_tables += group * block_table_group_stride;
+    return step;
+  }
+
+  // The same step as cross attention sees it: over another context than that of the tokens themselves.
+  Step cross() const {
+    Step step = *this;
+    step.seq_lens = cross_lens;
+    step.block_tables = cross_tables;
+    step.block_table_stride = cross_table_stride;
     return step;
   }
 

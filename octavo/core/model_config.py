@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from octavo.core.encoder_input import EncoderFacts
 from octavo.core.pooler_config import PoolerConfig
 
 #: Scalings of the rotary embedding that can be computed.
@@ -82,7 +83,7 @@ class ModelConfig:
     max_position: int
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    #: Bias on q, k and v; on the attention's output; on the MLP; on a head that is not tied.
+    #: Bias on q, k and v; on the attention's output; on the MLP; on the head.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -103,6 +104,8 @@ class ModelConfig:
     head: Literal["lm", "sequence", "token", "none"] = "lm"
     #: Whether every token sees the whole text: then a text is computed in one step, and nothing of it is kept.
     is_encoder: bool = False
+    #: Of an encoder-decoder network; the other fields are those of its decoder.
+    encoder_facts: EncoderFacts | None = None
     #: Names of the classes.
     labels: tuple[str, ...] = ()
     #: How vectors and class scores are made.

@@ -12,6 +12,19 @@ from octavo.core.preparation import Preparation
 from octavo.core.request import AnyTask
 
 
+class NewContext(msgspec.Struct, array_like=True):
+    """What sequences of this plan and later ones attend to beside their own tokens: the output of an encoder.
+
+    It holds blocks as a sequence does: its block table is among the plan's table changes, under its id, which is none
+    of a sequence, and ``StepPlan.forget`` names it when it goes.
+    """
+
+    context_id: int
+    num_tokens: int
+    #: Key of the prepared input that the step computes, before its sequences; None: keys and values are in the blocks.
+    encode: str | None = None
+
+
 class NewSequence(msgspec.Struct, array_like=True):
     """A sequence that the workers do not hold: newly admitted, or resumed after preemption.
 
@@ -30,6 +43,8 @@ class NewSequence(msgspec.Struct, array_like=True):
     task: AnyTask
     #: Key of its adapter, which has a slot from this plan on, or had one before.
     adapter: str | None = None
+    #: Id of the context that it attends to, too.
+    context: int | None = None
 
 
 class Fork(msgspec.Struct, array_like=True, gc=False):
@@ -66,7 +81,7 @@ class StepPlan(msgspec.Struct):
     """
 
     step: int
-    #: Sequences the workers forget: finished, aborted, preempted.
+    #: Sequences and contexts that the workers forget: finished, aborted, preempted.
     forget: list[int] = []
     #: (device block, host block).
     blocks_to_swap_out: list[tuple[int, int]] = []
@@ -86,6 +101,7 @@ class StepPlan(msgspec.Struct):
     #: Whether nothing can be computed before something is prepared: the step waits until it is, or has failed, or for
     #: some milliseconds, after which new requests may be there.
     awaits_prepared: bool = False
+    contexts: list[NewContext] = []
     new: list[NewSequence] = []
     forks: list[Fork] = []
     #: By sequence id: tokens to append that the worker has not appended itself: those that a beam search chose, or that

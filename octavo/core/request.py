@@ -9,6 +9,7 @@ import msgspec
 
 from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.encoder_input import EncoderInput
 from octavo.core.pooler_config import PoolingKind
 from octavo.core.pooling_params import PoolingParams, PoolingTask
 from octavo.core.progress import Progress
@@ -228,6 +229,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, gc=False):
     options: RequestOptions = DEFAULT_OPTIONS
     #: The adapter that the network runs with.
     adapter: AdapterRef | None = None
+    #: Of an encoder-decoder network: what its encoder reads. ``prompt_token_ids`` are the decoder's then.
+    encoder_input: EncoderInput | None = None
     #: In the order of their offsets; they do not overlap.
     features: list[Feature] = []
     #: What the output is likely to be: it is drafted, and changes nothing of it.
@@ -242,6 +245,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def cache_context(self) -> str:
-        """What block contents depend on besides tokens and features: salt and adapter, one text for each pair."""
-        salt = f"{len(self.options.cache_salt)}:{self.options.cache_salt}"
-        return salt if self.adapter is None else f"{salt}/{self.adapter.key}"
+        """What block contents depend on besides tokens and features: salt, adapter and encoder input, one text each."""
+        context = f"{len(self.options.cache_salt)}:{self.options.cache_salt}"
+        if self.adapter is not None:
+            context = f"{context}/{self.adapter.key}"
+        return context if self.encoder_input is None else f"{context}/{self.encoder_input.key}"

@@ -31,6 +31,8 @@ class BatchSize:
     block_size: int
     #: G: KV groups.
     groups: int = 1
+    #: C: blocks of the longest context of another kind than the sequences' own; 0: there is none.
+    cross_blocks: int = 0
 
     def shape(self, dims: str) -> tuple[int, ...]:
         """The shape of an array: ``dims`` has a letter for each dimension, see ``ArraySpec``."""
@@ -41,6 +43,8 @@ class BatchSize:
             "s": self.sequences + 1,
             "N": self.sampled,
             "B": -(-self.max_seq_len // self.block_size),
+            "X": self.sequences if self.cross_blocks else 0,
+            "C": self.cross_blocks,
         }
         return tuple(sizes[dim] for dim in dims)
 
@@ -48,7 +52,8 @@ class BatchSize:
 class ArraySpec(NamedTuple):
     """Description of an array of the batch."""
 
-    #: A letter for each dimension: T tokens, S sequences, s sequences + 1, N sampled rows, G KV groups, B blocks.
+    #: A letter for each dimension: T tokens, S sequences, s sequences + 1, N sampled rows, G KV groups, B blocks; of
+    #: networks with cross attention X sequences and C blocks, both 0 for others.
     dims: str
     dtype: type[np.integer[Any]]
     #: Value in padding rows, for which the cache is neither read nor written; None: the index.
@@ -90,6 +95,10 @@ class ForwardBatch:
     block_tables: Annotated[Array, ArraySpec("GSB", np.int32)]
     #: int32 [T]: slot of each token's adapter; -1: none.
     adapters: Annotated[Array, ArraySpec("T", np.int32, padding=-1)]
+    #: int32 [X]: tokens of the context that each sequence's cross attention sees.
+    cross_lens: Annotated[Array, ArraySpec("X", np.int32)]
+    #: int32 [X, C]: the blocks of these contexts, of the first KV group.
+    cross_tables: Annotated[Array, ArraySpec("XC", np.int32)]
     #: Number of sequences at the beginning of the batch that have one token each.
     num_decodes: int
     max_seq_len: int
@@ -171,6 +180,8 @@ def make_batch(
     token_ids: np.ndarray | None = None,
     adapters: Sequence[int] | None = None,
     token_types: np.ndarray | None = None,
+    cross_lens: Sequence[int] = (),
+    cross_tables: np.ndarray | None = None,
 ) -> ForwardBatch:
     """A batch of sequences that compute ``query_lens`` of ``seq_lens`` tokens; the last token of each is sampled.
 
@@ -186,6 +197,8 @@ def make_batch(
         token_ids: [T]; zeros by default.
         adapters: slot of each sequence's adapter, -1 without one; by default none has one.
         token_types: [T]; zeros by default.
+        cross_lens: tokens of the context of each sequence's cross attention, if the network has any.
+        cross_tables: [S, C]: the blocks of these contexts.
     """
     tables = np.asarray(block_tables, np.int32)
     tables = tables if tables.ndim == 3 else tables[None]
@@ -206,6 +219,8 @@ def make_batch(
         "seq_lens": np.array(seq_lens, np.int32),
         "block_tables": tables,
         "adapters": slots[sequence],
+        "cross_lens": np.array(cross_lens, np.int32),
+        "cross_tables": np.zeros((0, 0), np.int32) if cross_tables is None else np.asarray(cross_tables, np.int32),
     }
     return ForwardBatch.of(
         [kernels.wrap(np.ascontiguousarray(arrays[array.name])) for array in ARRAYS],

@@ -71,6 +71,9 @@ class AttentionSpec:
     causal: bool = True
     #: Over a latent cache: a token's value is the first ``value_dim`` numbers of its key.
     value_dim: int | None = None
+    #: Whether the context is another one than that of the tokens themselves, and all of it is seen: the batch's cross
+    #: tables and lengths.
+    cross: bool = False
     #: Relative position bias (Raffel et al. 2020, section 2.1), after the soft cap; of the query heads of this rank.
     bias: PositionBias | None = None
 

@@ -210,13 +210,15 @@ class ReferenceKernels(TorchKernels):
     def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
         """All decodes in one computation, then each prefill in slices of its queries."""
         decodes, sequences = batch.num_decodes, batch.seq_lens.shape[0]
-        tables = batch.block_tables[cache.group]
+        tables, seq_lens, longest = batch.block_tables[cache.group], batch.seq_lens, batch.max_seq_len
+        if spec.cross:
+            tables, seq_lens, longest = batch.cross_tables, batch.cross_lens, int(batch.cross_lens.max())
         if decodes == sequences:
-            return _decode(q, cache, tables, batch.positions, batch.seq_lens, batch.max_seq_len, spec)
-        starts, lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+            return _decode(q, cache, tables, batch.positions, seq_lens, longest, spec)
+        starts, lens = batch.query_start_loc.tolist(), seq_lens.tolist()
         parts = []
         if decodes:
-            device_lens, positions = batch.seq_lens[:decodes], batch.positions[:decodes]
+            device_lens, positions = seq_lens[:decodes], batch.positions[:decodes]
             parts.append(
                 _decode(q[:decodes], cache, tables[:decodes], positions, device_lens, max(lens[:decodes]), spec)
             )

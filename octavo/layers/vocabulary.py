@@ -101,8 +101,8 @@ class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
         """Packs this rank's rows for tied heads, and copies them, never quantised, unless a head has the very same."""
         table = None if self.keeps_bits(tensor) else self._take(tensor)
         for head in self._heads:
-            head.pack(table, tensor)
-            if head.packed.has_rows:
+            head.tie_rows(table, tensor)
+            if head.is_packed and head.packed.has_rows:
                 self._shared = head.packed
                 if not head.holds[0].is_tied:  # one of the two is counted
                     self.holds[0] = self.holds[0]._replace(is_tied=True)
@@ -146,7 +146,7 @@ class ParallelLMHead(_VocabularyShare, LoraLayer):
         *,
         bias: bool = False,
     ) -> None:
-        """``bias`` is for heads that are not tied."""
+        """A ``bias`` is the head's own, whether the matrix is tied or not."""
         super().__init__(context, vocab_size, hidden_size)
         self.packed: PackedWeight
         self._placed: tuple[np.ndarray | None, np.ndarray | QuantizedRows] | None = None
@@ -181,6 +181,17 @@ class ParallelLMHead(_VocabularyShare, LoraLayer):
         part = self.check_lora(weights, self.low_rank.max_rank)[""]
         return self.low_rank.pack([LowRankPart(part.down, self._padded(part.up[self.start : self.end]))])
 
+    def tie_rows(self, table: np.ndarray | None, source: np.ndarray | QuantizedRows) -> None:
+        """Takes the rows of the embedding as its own, and packs them once there is the bias, too, if there is one."""
+        self._placed = table, source
+        if not self.expected:
+            self.complete()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether there is the matrix."""
+        return hasattr(self, "packed")
+
     def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
         """Takes this rank's rows."""
         if shard == "bias":
@@ -189,8 +200,9 @@ class ParallelLMHead(_VocabularyShare, LoraLayer):
             self._placed = (None if self.keeps_bits(tensor) else self._take(tensor), tensor)
 
     def complete(self) -> None:
-        """Packs the matrix."""
-        assert self._placed is not None
+        """Packs the matrix, unless it is that of an embedding which is still to come."""
+        if self._placed is None:
+            return
         self.pack(*self._placed)
         self._placed = self._bias = None
 

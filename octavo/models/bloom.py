@@ -51,10 +51,6 @@ class BloomForCausalLM(GPTDecoder):
         """What the sums start from."""
         return NormedResidualLayer if config.residual_after_norm else GPTLayer
 
-    def embed(self, token_ids: Array) -> Array:
-        """With the norm of the embedding."""
-        return self.embed_norm.float32(self.embed_tokens(token_ids))
-
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
         """The facts of a config.json, in the spellings of the published files and of transformers."""

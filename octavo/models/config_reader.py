@@ -239,6 +239,11 @@ def _dtype(raw: dict[str, Any]) -> str:
     return dtype
 
 
+def read_token_ids(reader: ConfigReader, name: str) -> tuple[int, ...]:
+    """Token ids of generation_config.json, then those of config.json; none where neither has any."""
+    return _merged_ids(name, reader.generation, reader.raw)
+
+
 def _merged_ids(name: str, *sources: dict[str, Any]) -> tuple[int, ...]:
     """The ids of all sources without duplicates, those of the first source first."""
     ids: list[int] = []

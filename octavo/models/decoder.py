@@ -46,6 +46,8 @@ class Decoder(Network):
     )
     #: A learned table of positions, which is added to the embedding.
     embed_positions: PositionEmbedding | None = None
+    #: A norm of the embedding, with its positions.
+    embed_norm: RMSNorm | LayerNorm | None = None
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -100,6 +102,8 @@ class Decoder(Network):
         """The residual stream through the layers of this stage, and on the last one the norm after them."""
         if self.embed_positions is not None:
             residual = self.embed_positions.add_to(residual, batch.positions)
+        if self.embed_norm is not None:
+            residual = self.embed_norm.float32(residual)
         for index, layer, cache in zip(self._stage, self.layers, kv_caches, strict=True):
             if reader is not None:
                 reader.read(index, residual)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 #: Architecture, as config.json names it, to (model_type of config.json, module, class).
 NETWORKS = {
+    "BartForConditionalGeneration": ("bart", "octavo.models.bart", "BartForConditionalGeneration"),
     "BloomForCausalLM": ("bloom", "octavo.models.bloom", "BloomForCausalLM"),
     "CohereForCausalLM": ("cohere", "octavo.models.cohere", "CohereForCausalLM"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "octavo.models.deepseek", "DeepseekForCausalLM"),

@@ -89,7 +89,7 @@ class Recording:
 
 def step_of(batch: ForwardBatch) -> Any:
     """The batch as a ``cpu.Step``, the argument of operations."""
-    tables, slots = batch.block_tables, batch.slot_mapping
+    tables, slots, cross = batch.block_tables, batch.slot_mapping, batch.cross_tables
     return cpu.Step(
         len(batch.token_ids),
         len(batch.seq_lens),
@@ -107,4 +107,7 @@ def step_of(batch: ForwardBatch) -> Any:
         batch.sampled_rows.address,
         adapters=batch.adapters.address if batch.has_adapters else 0,
         token_types=batch.token_types.address,
+        cross_lens=batch.cross_lens.address,
+        cross_tables=cross.address,
+        cross_table_stride=cross.strides[0],
     )

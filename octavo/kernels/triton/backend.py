@@ -197,6 +197,8 @@ class TritonKernels(TorchKernels):
             )
         if spec.bias is not None:
             raise UnsupportedModelError("the triton kernels have no relative position bias; use kernels='reference'")
+        if spec.cross:
+            raise UnsupportedModelError("the triton kernels have no cross attention; use kernels='reference'")
         if not spec.causal:
             raise UnsupportedModelError("the triton kernels have causal attention only; use kernels='reference'")
 

@@ -1,0 +1,99 @@
+"""BART (Lewis et al. 2019)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from octavo.core.encoder_input import EncoderFacts
+from octavo.core.model_config import ModelConfig
+from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
+from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation, read_token_ids
+from octavo.models.encoder import EncoderConfig
+from octavo.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+
+#: What the families that descend from it call their parts. The bias of the logits is zero in all of them but Marian.
+BART_NAMES: tuple[CheckpointEntry, ...] = (
+    Drop(r"^final_logits_bias$"),
+    Drop(r"^lm_head\.weight$"),
+    Drop(r"^(model\.)?(encoder|decoder)\.(embed_tokens|version)"),
+    Rename(r"^(model\.)?shared\.", "model.embed_tokens."),
+    Rename(r"^(model\.)?encoder\.", "encoder."),
+    Rename(r"^(model\.)?decoder\.", "model."),
+    Rename(r"\.layernorm_embedding\.", ".embed_norm."),
+    Rename(r"\.self_attn_layer_norm\.", ".attention_norm."),
+    Rename(r"\.encoder_attn\.", ".cross_attn."),
+    Rename(r"\.encoder_attn_layer_norm\.", ".cross_norm."),
+    Rename(r"(layers\.\d+)\.final_layer_norm\.", r"\1.mlp_norm."),
+    Rename(r"^(model|encoder)\.layer_norm\.", r"\1.norm."),
+    Rename(r"\.out_proj\.", ".o_proj."),
+    Rename(r"\.(fc[12])\.", r".mlp.\1."),
+)
+
+#: The first two rows of the tables of positions belong to padding.
+_POSITION_OFFSET = 2
+
+
+class BartForConditionalGeneration(EncoderDecoder):
+    """Norms after what is added, and after the embedding; learned positions."""
+
+    checkpoint_map = BART_NAMES
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json."""
+        positions = reader.positive("max_position_embeddings", 1024)
+        common = {
+            "embedding_norm": True,
+            "position_rows": positions + _POSITION_OFFSET,
+            "position_offset": _POSITION_OFFSET,
+        }
+        return encoder_decoder_config(architecture, reader, positions, **common)
+
+
+def encoder_decoder_config(
+    architecture: str, reader: ConfigReader, positions: int, **values: Any
+) -> EncoderDecoderConfig:
+    """The configuration of a family with BART's names in config.json.
+
+    Args:
+        architecture: of the network.
+        reader: of config.json.
+        positions: of the longest input, and of the longest output.
+        values: further fields of ``EncoderDecoderConfig``; positions and the norm of the embedding are those of its
+            encoder, too.
+    """
+    reader = reader.with_defaults(tie_word_embeddings=True)
+    shared: dict[str, Any] = {
+        "architecture": architecture,
+        "max_position": positions,
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "activation": read_activation(reader, "activation_function", "gelu"),
+        "layer_norm_eps": 1e-5,
+    }
+    encoder = EncoderConfig(
+        intermediate_size=reader.positive("encoder_ffn_dim"),
+        position_rows=values.get("position_rows", 0),
+        position_offset=values.get("position_offset", 0),
+        **shared,
+        **decoder_fields(reader, hidden="d_model", layers="encoder_layers", heads="encoder_attention_heads"),
+    )
+    fields = decoder_fields(reader, hidden="d_model", layers="decoder_layers", heads="decoder_attention_heads")
+    scale = math.sqrt(fields["hidden_size"]) if reader.flag("scale_embedding") else 1.0
+    return EncoderDecoderConfig(
+        intermediate_size=reader.positive("decoder_ffn_dim"),
+        encoder=encoder,
+        encoder_facts=read_encoder_facts(reader, positions),
+        embedding_scale=scale,
+        **shared,
+        **fields,
+        **values,
+    )
+
+
+def read_encoder_facts(reader: ConfigReader, max_tokens: int | None) -> EncoderFacts:
+    """How the decoder begins: decoder_start_token_id and forced_bos_token_id, of generation_config.json first."""
+    start = read_token_ids(reader, "decoder_start_token_id") or read_token_ids(reader, "bos_token_id") or (0,)
+    return EncoderFacts(max_tokens, start[:1], read_token_ids(reader, "forced_bos_token_id")[:1])
