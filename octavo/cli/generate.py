@@ -186,7 +186,7 @@ class Figures:
         self.requests += 1
         self.failed += job.error is not None
         if output is not None:
-            self.prompt_tokens += len(output.prompt_token_ids)
+            self.prompt_tokens += output.num_prompt_tokens
             self.output_tokens += sum(len(o.token_ids) for o in output.outputs)
 
     @property
@@ -235,6 +235,8 @@ def _as_json(job: Job, output: RequestOutput | None) -> dict[str, Any]:
         line["error"] = job.error
     if output is not None:
         line["prompt_token_ids"] = output.prompt_token_ids
+        if output.num_encoder_tokens:
+            line["encoder_prompt_token_ids"] = output.encoder_prompt_token_ids
         if output.prompt_logprobs is not None:
             line["prompt_logprobs"] = output.prompt_logprobs
         line["outputs"] = output.outputs

@@ -7,26 +7,26 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError
 from octavo.core.near_names import did_you_mean
-from octavo.core.prompts import TokensPrompt
+from octavo.core.prompts import Prompt, TokensPrompt
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options_from_keywords
 from octavo.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.engine.input_processor import InputProcessor
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "encoder_prompt", "messages")
 _BEAM_KEYS = ("beam_width", "length_penalty", "early_stopping")
 _SAMPLING_KEYS = tuple(name for name in SamplingParams.__struct_fields__ if name != "logits_processors")
 #: Of ``RequestOptions``: what scheduling policies look at.
 _OPTION_KEYS = ("priority", "user", "ttft_target", "tpot_target")
-_LINE_KEYS = (*_PROMPT_KEYS, *_OPTION_KEYS, *_SAMPLING_KEYS, *_BEAM_KEYS)
+_LINE_KEYS = (*_PROMPT_KEYS, "decoder_prompt", *_OPTION_KEYS, *_SAMPLING_KEYS, *_BEAM_KEYS)
 
 
 @dataclass(slots=True)
@@ -34,8 +34,8 @@ class Job:
     """One prompt to complete, or the error that prevents it."""
 
     index: int
-    #: Text or token ids; the line as given if it is invalid.
-    prompt: str | list[int]
+    #: Text or token ids, or both parts of the prompt of an encoder-decoder model; the line as given if it is invalid.
+    prompt: str | list[int] | dict[str, Any]
     params: SamplingParams | BeamSearchParams
     #: A conversation in place of the prompt, for the chat template.
     messages: list[dict[str, Any]] | None = None
@@ -43,16 +43,23 @@ class Job:
     options: RequestOptions = DEFAULT_OPTIONS
     #: Parameters of its own, from a JSON line.
     own: frozenset[str] = frozenset()
-    #: Its tokens, once ``check`` has made them.
-    token_ids: list[int] = field(default_factory=list)
+    #: As the engine takes it, once ``check`` has made its tokens.
+    tokenized: Prompt = field(default_factory=list)
 
     def check(self, inputs: InputProcessor) -> None:
         """Makes its tokens and checks it as the engine will; ``error`` is set if it cannot be served."""
         if self.error is not None:
             return
         try:
-            prompt = self.prompt if self.messages is None else inputs.tokenizer.encode_chat(self.messages)
-            self.token_ids = inputs.process(str(self.index), prompt, self.params, self.options).prompt_token_ids
+            prompt: Prompt = self.prompt if self.messages is None else inputs.tokenizer.encode_chat(self.messages)
+            if inputs.encoder_prompts is not None:
+                prompt = cast("Prompt", inputs.encoder_prompts.split(prompt))
+            token_ids = inputs.process(str(self.index), prompt, self.params, self.options).prompt_token_ids
+            is_text = isinstance(prompt, str) and self.messages is None
+            tokens: TokensPrompt = {"prompt_token_ids": token_ids}
+            if is_text:
+                tokens["prompt"] = str(prompt)
+            self.tokenized = tokens if inputs.encoder_prompts is None else prompt
         except (InvalidRequestError, TokenizerError) as e:
             self.error = str(e)
 
@@ -60,13 +67,6 @@ class Job:
     def has_one_answer(self) -> bool:
         """Whether there is one completion, whose text may grow."""
         return isinstance(self.params, SamplingParams) and self.params.num_sequences == 1
-
-    @property
-    def tokenized(self) -> TokensPrompt:
-        """Its tokens, with its text if it is one."""
-        if isinstance(self.prompt, str) and self.messages is None:
-            return {"prompt_token_ids": self.token_ids, "prompt": self.prompt}
-        return {"prompt_token_ids": self.token_ids}
 
     def take_defaults(self, defaults: Mapping[str, Any]) -> None:
         """Takes the model's defaults for the parameters that it has not of its own."""
@@ -164,8 +164,10 @@ def _from_json(example: Job, line: str, index: int, as_chat: bool, sampling: Map
         job = replace(example, index=index, prompt=value, params=params, options=options, own=frozenset(fields))
         if key == "prompt" and isinstance(value, str):
             return _from_text(job, value, index, as_chat)
-        if key == "prompt_token_ids" and as_chat:
-            raise InvalidRequestError("prompt_token_ids cannot pass through a chat template; leave out --chat")
+        if key in ("prompt_token_ids", "encoder_prompt") and as_chat:
+            raise InvalidRequestError(f"{key} cannot pass through a chat template; leave out --chat")
+        if key == "encoder_prompt":
+            return replace(job, prompt=value)
         if key == "prompt" or not isinstance(value, list):
             raise InvalidRequestError(f"{key} must be a {'text' if key == 'prompt' else 'list'}, not {value!r}")
     except InvalidRequestError as e:
@@ -187,4 +189,10 @@ def _parse_line(line: str) -> tuple[str, Any, dict[str, Any]]:
     keys = [key for key in _PROMPT_KEYS if content.get(key) is not None]
     if len(keys) != 1:
         raise InvalidRequestError(f"the line needs exactly one of {', '.join(_PROMPT_KEYS)}, not {len(keys)}")
-    return keys[0], content[keys[0]], {k: v for k, v in content.items() if k not in _PROMPT_KEYS}
+    decoder = content.pop("decoder_prompt", None)
+    if decoder is not None and keys[0] != "encoder_prompt":
+        raise InvalidRequestError("decoder_prompt needs encoder_prompt beside it: what the encoder reads")
+    value = content[keys[0]]
+    if keys[0] == "encoder_prompt":
+        value = {"encoder_prompt": value, "decoder_prompt": decoder}
+    return keys[0], value, {k: v for k, v in content.items() if k not in _PROMPT_KEYS}

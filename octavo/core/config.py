@@ -107,6 +107,23 @@ class EngineConfig(
         budget = max(budget, self.max_num_seqs, context_length if whole else 0)
         return self.model_copy(update={"max_num_batched_tokens": budget})
 
+    def for_encoder_decoder(self, device: str, context_length: int) -> Self:
+        """As ``with_token_budget``, for an encoder-decoder model.
+
+        Raises:
+            ConfigError: what such a model does not do is asked for.
+        """
+        refused = {name: getattr(self, name) for name in ("shared_prefix", "enable_lora", "enable_prompt_adapter")}
+        refused["host_prefix_cache"] = self.host_prefix_cache
+        if self.speculative_config is not None and self.speculative_config.drafts_on_workers:
+            refused[f"speculative_config with method {self.speculative_config.method!r}"] = True
+        if self.pipeline_parallel_size > 1:
+            refused["pipeline_parallel_size above 1"] = True
+        for name, given in refused.items():
+            if given:
+                raise ConfigError(f"{name} is not supported with encoder-decoder models: leave it out")
+        return self.with_token_budget(device, context_length)
+
     def for_encoder(self, device: str) -> Self:
         """These options as an encoder needs them, ``max_num_batched_tokens`` resolved.
 

@@ -34,6 +34,11 @@ class EncoderInput(msgspec.Struct, frozen=True, array_like=True):
         """A text, as ids from 0 to 2**31 - 1."""
         return cls.of(TOKENS, np.array(token_ids, "<i4").tobytes(), len(token_ids))
 
+    @property
+    def token_ids(self) -> list[int] | None:
+        """Those of a text."""
+        return np.frombuffer(self.payload, "<i4").tolist() if self.kind == TOKENS else None
+
     @classmethod
     def of_audio(cls, samples: np.ndarray, num_tokens: int) -> EncoderInput:
         """Sound, float32 [samples], at the model's rate; ``num_tokens`` positions are what the network makes of it."""

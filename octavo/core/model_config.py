@@ -117,6 +117,12 @@ class ModelConfig:
         trained = self.pooler.max_seq_length if self.pooler.is_from_files else None
         return self.max_position if trained is None else min(self.max_position, trained)
 
+    def longest_input(self, max_model_len: int) -> int | None:
+        """Positions of the longest input of its encoder, in an engine for so many tokens; None: it has no encoder."""
+        if self.encoder_facts is None:
+            return None
+        return self.encoder_facts.max_tokens or max_model_len
+
     @property
     def attention_width(self) -> int:
         """Numbers of a token in the activations of a layer's attention: q, its result, k and v."""

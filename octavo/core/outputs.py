@@ -117,6 +117,16 @@ class RequestOutput:
     metrics: RequestMetrics
     #: One entry a prompt token; the first is None, as nothing comes before it. Of increments, the first one has them.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    #: Of an encoder-decoder model, whose decoder's the prompt is: what its encoder has read, as text and token ids if
+    #: it was text, and how many positions.
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
+    num_encoder_tokens: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, with those of the encoder's input."""
+        return len(self.prompt_token_ids) + self.num_encoder_tokens
 
     @property
     def num_cached_tokens(self) -> int:

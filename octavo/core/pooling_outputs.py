@@ -71,6 +71,11 @@ class PoolingRequestOutput(Generic[Result]):
     finished: bool = True
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens whose KV entries were found instead of computed."""
         return self.metrics.num_cached_tokens

@@ -1,5 +1,6 @@
-"""What must be ready on the workers before a request can run: an adapter, a grammar. One contract for all kinds.
+"""What must be ready on the workers before a request can run: an adapter, a grammar, an encoder's input.
 
+There is one contract for all kinds.
 A kind is one entry of ``KINDS``: what a request needs of it, how many are kept, and the ``Preparer``
 (``octavo/runner/preparations.py``) that makes them on a worker. Scheduler, plans and executors know no kind by name.
 """
@@ -18,6 +19,8 @@ from octavo.core.structured_outputs import Grammar
 
 #: Most compiled grammars in no use that the workers keep, for requests that come again with the same.
 MAX_IDLE_GRAMMARS = 128
+#: As many inputs of encoders; what was made of them may be in the prefix cache.
+MAX_IDLE_INPUTS = 16
 
 
 class Preparation(msgspec.Struct, frozen=True, array_like=True):
@@ -88,12 +91,22 @@ def _grammar_of(request: EngineCoreRequest) -> Preparation | None:
     return grammar_preparation(task.grammar)
 
 
+def _encoder_input_of(request: EngineCoreRequest) -> Preparation | None:
+    given = request.encoder_input
+    return None if given is None else Preparation("encoder_input", given.key, msgspec.msgpack.encode(given))
+
+
 #: By name; in the order in which a request's preparations are asked for.
 KINDS: dict[str, PreparationKind] = {
     "grammar": PreparationKind(
         of=_grammar_of,
         limits=lambda options: Limits(idle=MAX_IDLE_GRAMMARS),
         preparer="octavo.runner.grammar_preparer:GrammarPreparer",
+    ),
+    "encoder_input": PreparationKind(
+        of=_encoder_input_of,
+        limits=lambda options: Limits(idle=MAX_IDLE_INPUTS),
+        preparer="octavo.runner.encoder_input_preparer:EncoderInputPreparer",
     ),
     "lora": PreparationKind(
         of=lambda request: _adapter_of(request, "lora"),

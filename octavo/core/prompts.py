@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
+from octavo.core.encoder_input import EncoderInput
+
 
 class TextPrompt(TypedDict):
     """A prompt given as text."""
@@ -22,8 +24,40 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-#: One prompt: text, token ids, or one of these as a dictionary (see ``TextPrompt``, ``TokensPrompt``).
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
+class ExplicitEncoderDecoderPrompt(TypedDict):
+    """A prompt of an encoder-decoder model: what its encoder reads, and what its decoder begins with.
+
+    Each is a text, token ids, or one of these as a dictionary; of a model that reads sound the first is
+    ``{"multi_modal_data": {"audio": (samples, rate)}}``. Without the second the decoder begins as the model's do.
+    """
+
+    encoder_prompt: Any
+    decoder_prompt: NotRequired[Any]
+    cache_salt: NotRequired[str]
+
+
+class SplitPrompt(TypedDict):
+    """A prompt of an encoder-decoder model as it is checked and made of ``ExplicitEncoderDecoderPrompt`` or others."""
+
+    #: The decoder's, with the start token; and its text, if it was given as text.
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    encoder_input: NotRequired[EncoderInput]
+    encoder_prompt: NotRequired[str | None]
+    cache_salt: NotRequired[str]
+    #: Tokens at the end of ``prompt_token_ids`` that the model's answers begin with in any case.
+    num_forced: int
+
+
+def num_prompt_tokens(prompt: Mapping[str, Any]) -> int:
+    """Tokens of a tokenized prompt; with those of the encoder's input, if it has one."""
+    given = prompt.get("encoder_input")
+    return len(prompt["prompt_token_ids"]) + (0 if given is None else given.num_tokens)
+
+
+#: One prompt: text, token ids, or one of these as a dictionary (see ``TextPrompt``, ``TokensPrompt``); of an
+#: encoder-decoder model both parts of it, too.
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | ExplicitEncoderDecoderPrompt | Mapping[str, Any]
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
@@ -35,6 +69,6 @@ FOREIGN_KEYS = {
     "mm_processor_kwargs": _TEXT_ALONE,
     "token_type_ids": _TEXT_ALONE,
     "prompt_embeds": "prompts are text or token ids",
-    "encoder_prompt": "models have a decoder alone",
-    "decoder_prompt": "models have a decoder alone",
+    "encoder_prompt": "the model has a decoder alone",
+    "decoder_prompt": "the model has a decoder alone",
 }

@@ -136,6 +136,8 @@ class Beam(Task):
     params: BeamSearchParams
     #: End-of-sequence tokens, unless they are ignored.
     stop_token_ids: list[int] = []
+    #: Tokens at the end of the prompt that count as generated where hypotheses are scored by their lengths.
+    num_forced: int = 0
 
     @property
     def num_sequences(self) -> int:

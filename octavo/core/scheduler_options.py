@@ -41,6 +41,13 @@ class SchedulerOptions(OptionPart):
         "prompts are computed whole, the context length if that is more; never less than max_num_seqs. A text that is "
         "longer is computed by an encoder in a step of its own.",
     )
+    max_num_encoder_input_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Of encoder-decoder models: most tokens of encoders' inputs that are computed in one step, beside "
+        "its other tokens, so that long inputs do not stall decodes. An input is computed whole; one that is longer "
+        "has no other beside it. Default: max_num_batched_tokens.",
+    )
     batching: Literal["mixed", "prefill_first"] = Field(
         "mixed",
         description="How a step is filled. mixed: decodes first, then prompt chunks, under one token budget; "
@@ -127,6 +134,11 @@ class SchedulerOptions(OptionPart):
     def cuts_prompts(self) -> bool:
         """Whether a prompt may be computed in chunks of any length."""
         return self.enable_chunked_prefill and self.batching == "mixed"
+
+    @property
+    def encoder_budget(self) -> int:
+        """``max_num_encoder_input_tokens``, by default as many as ``token_budget``."""
+        return self.max_num_encoder_input_tokens or self.token_budget
 
     @property
     def token_budget(self) -> int:

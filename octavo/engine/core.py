@@ -65,8 +65,12 @@ class EngineCore(StepLoop):
         _check_max_logprobs(options)
         check_draft_model(options, self.model_config, folder)
         #: With ``max_num_batched_tokens`` resolved.
-        is_encoder = self.model_config.is_encoder
-        options = options.for_encoder(device) if is_encoder else options.with_token_budget(device, context_length)
+        if self.model_config.is_encoder:
+            options = options.for_encoder(device)
+        elif self.model_config.encoder_facts is not None:
+            options = options.for_encoder_decoder(device, context_length)
+        else:
+            options = options.with_token_budget(device, context_length)
         self.options = options
         # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
         fitted = replace(self.model_config, max_position=context_length)

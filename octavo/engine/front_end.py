@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -76,7 +77,9 @@ class FrontEnd:
 
     async def tokenize(self, prompt: Prompt, params: Params | None = None) -> Prompt:
         """The prompt, to which token ids are added if it is a long text; that is done in a thread."""
-        fields = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        fields: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        if "encoder_prompt" in fields and "encoder_input" not in fields:
+            return {**fields, "encoder_prompt": await self.tokenize(fields["encoder_prompt"])}
         text = fields.get("prompt")
         if not isinstance(text, str) or len(text) < LONG_TEXT or fields.get("prompt_token_ids") is not None:
             return prompt

@@ -11,13 +11,15 @@ import msgspec
 from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import MAX_LOGPROBS
+from octavo.core.encoder_input import EncoderInput
 from octavo.core.errors import InvalidRequestError
 from octavo.core.logits_plugins import LogitsPlugins
-from octavo.core.prompts import FOREIGN_KEYS, PROMPT_KEYS, Prompt
+from octavo.core.prompts import FOREIGN_KEYS, PROMPT_KEYS, Prompt, SplitPrompt
 from octavo.core.reasoning import ReasoningMarks, ThinkingBudget
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
+from octavo.engine.encoder_prompts import EncoderPrompts
 from octavo.engine.model_files import ModelFiles
 from octavo.engine.output_processor import RequestState
 from octavo.engine.reasoning_marks import REASONING_MARKS, find_reasoning_marks
@@ -67,6 +69,10 @@ class InputProcessor:
         self._logits_plugins = LogitsPlugins(options.logits_processors or ())
         self._policy = options.scheduling_policy
         self._policy_class = policy_class(options.scheduling_policy)
+        #: Of an encoder-decoder model.
+        self.encoder_prompts: EncoderPrompts | None = None
+        if config.encoder_facts is not None:
+            self.encoder_prompts = EncoderPrompts(config, self.max_model_len, self)
         self._next_group_id = 0
         self._unseeded = 0
 
@@ -88,21 +94,33 @@ class InputProcessor:
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise InvalidRequestError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
         arrival, options = self.begin(prompt, options)
-        text, token_ids = self.read_prompt(prompt)
+        split: SplitPrompt | None = None
+        if self.encoder_prompts is not None:
+            split = self.encoder_prompts.split(prompt)
+            text, token_ids = split.get("prompt"), split["prompt_token_ids"]
+        else:
+            text, token_ids = self.read_prompt(prompt)
         virtual = 0 if adapter is None else adapter.num_virtual_tokens
         params.validate()  # a field may have been assigned after construction
         if isinstance(params, SamplingParams) and (most := params.truncate_prompt_tokens) is not None:
+            if split is not None:
+                raise InvalidRequestError(
+                    f"truncate_prompt_tokens must be left out with encoder-decoder models, not {most}"
+                )
             room = self.max_model_len - virtual - (1 if params.max_tokens is None else params.max_tokens)
             token_ids = token_ids[-(max(1, room) if most == -1 else most) :]
         token_ids = self._check_prompt(token_ids, virtual, samples=params.max_tokens != 0)
         predicted = self._read_prediction(options.prediction)
         limit = self._max_tokens(params.max_tokens, len(token_ids), virtual)
         fitted = params if limit is params.max_tokens else msgspec.structs.replace(params, max_tokens=limit)
-        task = self._task(fitted, self._thinking_budget(params, options.reasoning, text, token_ids))
-        group = self.core_request(token_ids, task, arrival, options, adapter, predicted)
+        thinking = self._thinking_budget(params, options.reasoning, text, token_ids)
+        task = self._task(fitted, thinking, num_forced=0 if split is None else split["num_forced"])
+        encoder_input = None if split is None else split.get("encoder_input")
+        group = self.core_request(token_ids, task, arrival, options, adapter, predicted, encoder_input)
         if isinstance(params, BeamSearchParams):  # its hypotheses are shown as completions
             params = SamplingParams(n=params.beam_width, skip_special_tokens=params.skip_special_tokens)
-        return RequestState(request_id, text, token_ids, params, group, options.visible_tokens)
+        encoder_prompt = None if split is None else split.get("encoder_prompt")
+        return RequestState(request_id, text, token_ids, params, group, options.visible_tokens, encoder_prompt)
 
     def begin(self, prompt: Prompt, options: RequestOptions) -> tuple[float, RequestOptions]:
         """When a request has arrived, and its options with the salt that its prompt names.
@@ -124,6 +142,7 @@ class InputProcessor:
         options: RequestOptions,
         adapter: AdapterRef | None,
         prediction: list[int] | None = None,
+        encoder_input: EncoderInput | None = None,
     ) -> EngineCoreRequest:
         """What a core takes of a request that was checked; ``arrival`` and ``options`` are those of ``begin``."""
         self._next_group_id += 1
@@ -135,6 +154,7 @@ class InputProcessor:
             arrival_time=arrival,
             options=msgspec.structs.replace(options, **_RESOLVED),
             adapter=adapter,
+            encoder_input=encoder_input,
             prediction=prediction or [],
         )
 
@@ -168,12 +188,12 @@ class InputProcessor:
         return ThinkingBudget(most, start, end, marks.opened_by(before))
 
     def _task(
-        self, params: SamplingParams | BeamSearchParams, thinking: ThinkingBudget | None = None
+        self, params: SamplingParams | BeamSearchParams, thinking: ThinkingBudget | None = None, num_forced: int = 0
     ) -> Generate | Beam:
         if isinstance(params, BeamSearchParams):
             self.tokenizer.check_can_decode()
             self._unseeded += 1  # the seed of the next request does not depend on the task of this one
-            return Beam(params, [] if params.ignore_eos else list(self.eos_token_ids))
+            return Beam(params, [] if params.ignore_eos else list(self.eos_token_ids), num_forced)
         if -1 in (params.logprobs, params.prompt_logprobs):
             named = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
             whole = {name: self.vocab_size for name, count in named.items() if count == -1}

@@ -66,6 +66,8 @@ class RequestState:
     group: EngineCoreRequest
     #: Special tokens that are part of the text although others are not.
     visible_tokens: frozenset[int] = frozenset()
+    #: Text of what the encoder reads, if it was given as text.
+    encoder_prompt: str | None = None
     # Set when it is opened:
     kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
     metrics: RequestMetrics = field(init=False)
@@ -154,6 +156,9 @@ class RequestState:
             finished=finished,
             metrics=self.metrics,
         )
+        if (given := self.group.encoder_input) is not None:
+            output.encoder_prompt, output.num_encoder_tokens = self.encoder_prompt, given.num_tokens
+            output.encoder_prompt_token_ids = given.token_ids
         if self.prompt_logprobs is not None and (finished or len(self.prompt_logprobs) == len(self.prompt_token_ids)):
             output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return output

@@ -193,13 +193,7 @@ class EncoderDecoder(Decoder):
 
     @classmethod
     def prepare_input(cls, config: ModelConfig, kind: str, payload: bytes) -> np.ndarray:
-        """The input of a payload, on the host: token ids int64 [T], or float32 [T, ``EncoderFacts.feature_width``].
-
-        Called in a thread beside the steps.
-
-        Raises:
-            InvalidRequestError: the network takes no input of this kind, or not this one.
-        """
+        """See ``Network``: text, as token ids."""
         if kind != TOKENS:
             raise InvalidRequestError(f"{config.architecture} reads text, not {kind}")
         return np.frombuffer(payload, "<i4").astype(np.int64)
@@ -209,18 +203,7 @@ class EncoderDecoder(Decoder):
         return self.embed_tokens(inputs)
 
     def encode(self, inputs: Array, batch: ForwardBatch, workspace: LayerCache, kv_caches: list[LayerCache]) -> Array:
-        """Computes the encoder, and writes keys and values for the cross attention of each layer of the decoder.
-
-        Args:
-            inputs: as for ``embed_input``; token ids are those of the batch.
-            batch: the encoder's tokens; each sequence is one whole input. Its KV groups are those of the decoder, for
-                the slots of the cross blocks, and one more, the workspace's, for slots and block tables.
-            workspace: the cache that all of the encoder's layers share.
-            kv_caches: those of the decoder's layers.
-
-        Returns:
-            The encoder's output [T, E].
-        """
+        """See ``Network``."""
         states = self.encoder(self.embed_input(inputs), batch, workspace)
         for layer, cache in zip(self.layers, kv_caches, strict=True):
             assert isinstance(layer, CrossDecoderLayer)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from octavo.core.errors import InvalidRequestError
 from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.arrays import Array
@@ -44,8 +45,9 @@ class Network(Layer, ABC):
     #: The KV entries of each layer of this stage, on this rank.
     kv_specs: list[KVSpec]
 
-    #: Of an encoder, whose ``kv_specs`` are empty: keys and values of a layer. Its layers share a cache of this shape
-    #: for the tokens of one step, so ``forward_layers`` gets the same one for each layer.
+    #: Keys and values of a layer of an encoder: its layers share a cache of this shape for the tokens of one step.
+    #: Without a decoder ``kv_specs`` are empty, and ``forward_layers`` gets this cache for each layer; else ``encode``
+    #: has it.
     workspace: KVSpec | None = None
 
     @classmethod
@@ -90,6 +92,35 @@ class Network(Layer, ABC):
     def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Array:
         """The batch's tokens to hidden states [T, E], for a network of one stage; writes keys and values."""
         return self.forward_layers(self.embed(batch.token_ids), batch, kv_caches)
+
+    @classmethod
+    def prepare_input(cls, config: ModelConfig, kind: str, payload: bytes) -> np.ndarray:
+        """Of an encoder-decoder network: what the encoder reads, made on the host of an ``EncoderInput``'s payload.
+
+        Called in a thread beside the steps.
+
+        Returns:
+            Token ids int64 [T], or float32 [T, ``EncoderFacts.feature_width``].
+
+        Raises:
+            InvalidRequestError: the network takes no input of this kind, or not this one.
+        """
+        raise InvalidRequestError(f"{config.architecture} has no encoder that reads {kind}")
+
+    def encode(self, inputs: Array, batch: ForwardBatch, workspace: LayerCache, kv_caches: list[LayerCache]) -> Array:
+        """Of an encoder-decoder network: computes the encoder, and writes the keys and values of cross attention.
+
+        Args:
+            inputs: prepared inputs behind each other, float32 [T, width]; or the token ids of the batch.
+            batch: the encoder's tokens; each sequence is one whole input. Its KV groups are that of the decoder, for
+                the slots of the contexts' blocks, and the workspace's, for slots and block tables.
+            workspace: the cache that all of the encoder's layers share.
+            kv_caches: those of the decoder's layers.
+
+        Returns:
+            The encoder's output [T, E].
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no encoder")
 
     def set_virtual_tokens(self, first: int, embeddings: np.ndarray) -> None:
         """Writes embeddings [n, E] of virtual tokens, those of ids ``vocab_size + first`` on; a stage without the

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from octavo.core.plan import NewSequence, StepPlan, TableChange
 from octavo.core.request import Beam, Pool
 from octavo.kernels.forward_batch import ARRAYS
+from octavo.runner.contexts import NO_CONTEXTS, Contexts
 from octavo.runner.step_inputs import DraftedTokens, FlatInputs, ForkedRows, NewTokens, StepInputs
 from octavo.sampling.sampler import TokenTable
 
@@ -37,14 +38,18 @@ class InputBatch:
         num_blocks: Sequence[int] = (0,),
         *,
         samples: bool = True,
+        contexts: Contexts | None = None,
     ) -> None:
         """Sizes the rows: ``max_model_len`` tokens each, with a block table for each KV group of ``num_blocks``.
 
         Without any group the sequences of a step lie behind each other in the workspace of an encoder.
 
+        ``contexts``: of a network with cross attention, where each sequence attends to one of them.
+
         Without ``samples``, in a pipeline stage that is not the last, tokens come by ``append_sampled``.
         """
         self._samples = samples
+        self.contexts = contexts
         self._has_blocks = len(num_blocks) > 0
         self.block_size = block_size
         # One place more than tokens: a step in flight may sample a token past the longest sequence, which is discarded.
@@ -94,6 +99,8 @@ class InputBatch:
         self.num_computed[row] = sequence.num_computed
         self.appends[row] = not isinstance(sequence.task, Beam)
         self._set_adapter(row, slot)
+        if self.contexts is not None:
+            self.contexts.attach(row, sequence.context)
         if not sequence.task.samples:
             self._prompts.add(sequence.seq_id)
         if isinstance(sequence.task, Pool) and sequence.task.second_text:
@@ -113,6 +120,8 @@ class InputBatch:
         for state in (self.tokens.num_tokens, self.tokens.num_prompt, self.num_computed, self.appends):
             state[row] = state[source]
         self._set_adapter(row, int(self.adapters[source]))
+        if self.contexts is not None:
+            self.contexts.copy(source, row)
         return row
 
     def _set_adapter(self, row: int, slot: int) -> None:
@@ -149,7 +158,9 @@ class InputBatch:
         return row
 
     def change_table(self, change: TableChange) -> None:
-        """Writes blocks into a sequence's block table."""
+        """Writes blocks into the block table of a sequence, or of a context."""
+        if self.contexts is not None and self.contexts.change_table(change):
+            return
         self._last = None
         row = self._rows[change.seq_id]
         span = slice(change.index, change.index + len(change.blocks))
@@ -257,6 +268,7 @@ class InputBatch:
                 "seq_lens": ends.astype(np.int32),
                 "block_tables": tables,
                 "adapters": slots,
+                **(NO_CONTEXTS if self.contexts is None else self.contexts.arrays(rows)),
             },
             num_decodes=len(rows) if one_each else int((lengths == 1).sum()),
             max_seq_len=max_seq_len,

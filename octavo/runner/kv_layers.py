@@ -39,7 +39,7 @@ class KVLayers:
     ) -> None:
         """``groups``: of the network's layers on this rank; ``drafter``: of each of the drafter's layers.
 
-        ``workspace``: of an encoder, which has no groups.
+        ``workspace``: of an encoder, which has no groups, or has those of the decoder behind it.
 
         Raises:
             ConfigError: as ``find_groups``.
@@ -47,7 +47,9 @@ class KVLayers:
         self._kernels, self.groups, self._block_size = kernels, list(groups), block_size
         self._drafter = find_groups(drafter, [group.spec.window for group in groups])
         self._workspace = workspace
-        self._num_layers = sum(len(group.layers) for group in groups) if workspace is None else workspace.num_layers
+        self._num_layers = sum(len(group.layers) for group in groups)
+        if not groups and workspace is not None:
+            self._num_layers = workspace.num_layers
 
     def group_bytes(self) -> list[tuple[int, int | None]]:
         """For each group: bytes of a block in all its layers, with those of the drafter; and its window."""
@@ -75,10 +77,23 @@ class KVLayers:
 
     def make(self, blocks: Sequence[int]) -> list[LayerCache]:
         """Caches of so many blocks of each group on the device: the network's layers, then the drafter's."""
-        if self._workspace is None:
+        if self.groups or self._workspace is None:
             return self._make(self._kernels.make_cache, blocks)
+        return [self.make_workspace()] * self._num_layers
+
+    def make_workspace(self) -> LayerCache:
+        """The cache that the layers of the encoder share, of a group of its own behind the others."""
+        assert self._workspace is not None
         shared = LayerGroup(self._workspace.spec, (0,))
-        return self._kernels.make_cache([shared], [self._workspace.blocks], self._block_size) * self._num_layers
+        cache = self._kernels.make_cache([shared], [self._workspace.blocks], self._block_size)[0]
+        cache.group = len(self.groups)
+        return cache
+
+    def workspace_bytes(self) -> int:
+        """Bytes of ``make_workspace``; 0 without one."""
+        if self._workspace is None:
+            return 0
+        return self._workspace.blocks * self._kernels.block_bytes(self._workspace.spec, self._block_size)
 
     def make_host(self, blocks: Sequence[int]) -> list[LayerCache]:
         """As ``make``, in host memory."""

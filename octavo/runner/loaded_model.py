@@ -32,6 +32,7 @@ from octavo.runner.setup import find_drafter, load_network, make_context, make_k
 from octavo.sampling.sampler import Sampler, TokenTable
 
 if TYPE_CHECKING:  # these are imported where they are enabled
+    from octavo.runner.encoder_input_preparer import EncoderInputPreparer
     from octavo.runner.grammar_preparer import GrammarPreparer
     from octavo.runner.lora_preparer import LoraPreparer
     from octavo.runner.network_drafter import DraftSource, WorkerDrafter
@@ -100,6 +101,7 @@ class LoadedModel:
         self.preparations = WorkerPreparations(preparers)
         # What steps ask of them.
         self.grammars = cast("GrammarPreparer", preparers["grammar"])
+        self.encoder_inputs = cast("EncoderInputPreparer", preparers["encoder_input"])
         self.loras = cast("LoraPreparer | None", preparers.get("lora"))
         self.prompt_adapters = cast(PromptAdapters | None, preparers.get("prompt_adapter"))
         if options.enable_lora:
@@ -111,8 +113,10 @@ class LoadedModel:
             self.device.reserved += memory.activation_bytes(drafts.config, options)
         draft_specs = [] if self.drafter is None else self.drafter.kv_specs
         workspace = self._workspace()
-        groups = self._kv_groups() if workspace is None else []
+        groups = [] if config.is_encoder else self._kv_groups()
         self.layers = KVLayers(self.kernels, groups, options.block_size, draft_specs, workspace)
+        if groups:
+            self.device.reserved += self.layers.workspace_bytes()
 
     def _check_weights_fit(self, drafts: DraftSource | None) -> None:
         config, context, free = self.config, self.context, self.device.free_memory()
@@ -133,12 +137,17 @@ class LoadedModel:
         return sorted(groups, key=lambda group: -(group.spec.window or self.config.max_position))
 
     def _workspace(self) -> Workspace | None:
-        """Of an encoder: what the texts of a step have of each layer. The blocks of a text are not shared."""
+        """Of an encoder: what the inputs of a step have of each layer. The blocks of an input are not shared."""
         spec, size = self.network.workspace, self.options.block_size
         if spec is None:
             return None
-        largest = self.largest_batch(self.config.max_position)
-        return Workspace(spec, largest.tokens // size + largest.sequences, self.config.num_layers)
+        if self.config.is_encoder:
+            largest = self.largest_batch(self.config.max_position)
+            layers = self.config.num_layers
+        else:
+            largest = self.largest_encoding(self.config.max_position)
+            layers = 1
+        return Workspace(spec, largest.tokens // size + largest.sequences, layers)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -194,8 +203,19 @@ class LoadedModel:
         tokens, sequences = options.token_budget, min(options.max_num_seqs, options.token_budget)
         if self.config.is_encoder:  # a text that is longer than a step has one of its own
             return BatchSize(max(tokens, max_model_len), sequences, sequences, max_model_len, options.block_size)
+        cross_blocks = -(-(self.config.longest_input(max_model_len) or 0) // options.block_size)
         # Every token may be sampled at, where drafts are verified.
-        return BatchSize(tokens, sequences, tokens, max_model_len, options.block_size, len(self.layers.groups))
+        return BatchSize(
+            tokens, sequences, tokens, max_model_len, options.block_size, len(self.layers.groups), cross_blocks
+        )
+
+    def largest_encoding(self, max_model_len: int) -> BatchSize:
+        """The largest batch of encoder inputs of a step; one that is longer than the budget has it to itself."""
+        options, longest = self.options, self.config.longest_input(max_model_len)
+        assert longest is not None
+        tokens = max(options.encoder_budget, longest)
+        sequences = min(options.max_num_seqs, tokens)
+        return BatchSize(tokens, sequences, 1, longest, options.block_size, 2)
 
     def make_sampler(self, tokens: TokenTable) -> Sampler:
         """A sampler of rows with these tokens."""
@@ -229,9 +249,9 @@ def _kv_specs(options: EngineConfig, config: ModelConfig, dtype: str, drafts: Dr
         ConfigError: the drafter's do not fit into the network's blocks.
     """
     network = build_without_weights(config, dtype, kv_cache_dtype=options.kv_cache_dtype)
-    if network.workspace is not None:
-        return {network.workspace}
     kv_specs = set(network.kv_specs)
+    if network.workspace is not None:
+        return kv_specs | {network.workspace}
     if drafts is not None:
         draft_specs = build_without_weights(drafts.config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs
         find_groups(draft_specs, [spec.window for spec in kv_specs])

@@ -85,7 +85,10 @@ def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
         row += config.hidden_size + config.attention_width + config.feed_forward_width
         logits += config.vocab_size
     tokens = max(options.token_budget, config.max_position) if config.is_encoder else options.token_budget
-    return 4 * (tokens * row + min(options.max_num_seqs, options.token_budget) * logits)
+    # An encoder's layers are as wide as the decoder's, more or less; buffers of both are kept.
+    longest = config.longest_input(config.max_position)
+    inputs = 0 if longest is None else max(options.encoder_budget, longest)
+    return 4 * ((tokens + inputs) * row + min(options.max_num_seqs, options.token_budget) * logits)
 
 
 def check_weights_fit(config: ModelConfig, context: LayerContext, free: int) -> None:

@@ -15,6 +15,8 @@ from octavo.core.startup import WorkerFacts
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput
 from octavo.models.sizes import weight_bytes
+from octavo.runner.context_encoder import ContextEncoder
+from octavo.runner.contexts import Contexts
 from octavo.runner.device_batch import SampledTokens
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.loaded_model import LoadedModel
@@ -59,7 +61,16 @@ class ModelRunner:
         with loaded.timed("tables of positions"):
             loaded.network.extend_positions(max_model_len)
         samples = loaded.ranks.layout.is_last_stage
-        self._batch = InputBatch(options.max_num_seqs, max_model_len, options.block_size, num_blocks, samples=samples)
+        contexts = None
+        if (longest := loaded.config.longest_input(max_model_len)) is not None:
+            contexts = Contexts(options.max_num_seqs, longest, options.block_size)
+        self._batch = InputBatch(
+            options.max_num_seqs, max_model_len, options.block_size, num_blocks, samples=samples, contexts=contexts
+        )
+        self._encoder: ContextEncoder | None = None
+        if contexts is not None:
+            size = loaded.largest_encoding(max_model_len)
+            self._encoder = ContextEncoder(loaded, loaded.encoder_inputs, contexts, size)
         self._sampler = loaded.make_sampler(self._batch.tokens)
         with loaded.timed("recording the step"):
             self._forward = self._capture()
@@ -78,6 +89,8 @@ class ModelRunner:
     def _capture(self) -> Forward:
         """The network, prepared for steps; the backend may record addresses of weights and KV cache here."""
         caches = self._caches()
+        if self._encoder is not None:
+            self._encoder.capture(caches)
         # Weak: what is captured may be the kernels', and a cycle would keep the weights until a garbage collection.
         loaded = weakref.proxy(self.loaded)
         return self._kernels.capture(
@@ -117,6 +130,8 @@ class ModelRunner:
         if self._forward is not _refuse_while_sleeping:
             # Drops the graphs: their memory is freed, and their addresses become invalid.
             self._forward = _refuse_while_sleeping
+            if self._encoder is not None:
+                self._encoder.release()
             if self._drafter is not None:
                 self._drafter.release()
         if self._cache.device:
@@ -181,6 +196,8 @@ class ModelRunner:
             step.swap_seconds = self._cache.move(plan)
             if self._drafter is not None:
                 self._drafter.apply(plan)
+            if self._encoder is not None and (wanted := [c for c in plan.contexts if c.encode is not None]):
+                self._encoder.encode(wanted)
             if plan.num_drafts and self._drafter is not None:
                 self._require_known(list(plan.num_drafts))
                 plan = add_drafts(self._drafter, self._batch, plan, result, alone=self.loaded.ranks.group is None)
@@ -231,6 +248,8 @@ class ModelRunner:
 
     def _forget(self, seq_ids: list[int]) -> None:
         for seq_id in seq_ids:
+            if self._batch.contexts is not None:
+                self._batch.contexts.forget(seq_id)
             row = self._batch.forget(seq_id)
             if row is not None:
                 self._sampler.remove(row)
@@ -241,6 +260,10 @@ class ModelRunner:
                     self._prompt_adapters.forget(seq_id)
 
     def _change_rows(self, plan: StepPlan) -> None:
+        for context in plan.contexts:
+            if self._batch.contexts is None:
+                raise RuntimeError("a plan has an encoder's output, but the network has no cross attention")
+            self._batch.contexts.add(context)
         try:
             for sequence in plan.new:
                 row = self._batch.add(sequence, self._slot_of(sequence.adapter))

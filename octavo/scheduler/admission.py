@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import SequenceStatus
@@ -11,6 +12,7 @@ from octavo.memory.block_manager import AllocStatus
 from octavo.memory.kv_group import BlocksNeeded
 from octavo.memory.prefix_cache import NO_REFERENCES, PrefixMatch
 from octavo.memory.prefix_chain import PrefixChain
+from octavo.scheduler.cross_context import CrossContext
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.step import (
@@ -23,6 +25,15 @@ from octavo.scheduler.step import (
 )
 
 _ONE_BLOCK = BlocksNeeded(1)
+
+
+class CachedBlocks(NamedTuple):
+    """What the prefix cache has for a waiting group."""
+
+    #: The beginning of its tokens.
+    prefix: PrefixMatch | None
+    #: All of what they attend to beside themselves.
+    context: PrefixMatch | None
 
 
 class Admission:
@@ -43,15 +54,19 @@ class Admission:
             )
         if group.num_seqs > self._options.max_num_seqs:
             return f"it needs {group.num_seqs} sequences at once, but max_num_seqs is {self._options.max_num_seqs}"
+        context = 0 if group.cross is None else group.cross.blocks_needed(self._blocks)
         full, rest = divmod(prompt, self._blocks.block_size)
         own_blocks = self._blocks.blocks_for(rest + group.samples)
-        needed = self._blocks.demand(full + group.num_seqs * own_blocks, own_blocks=(group.num_seqs - 1) * own_blocks)
+        needed = self._blocks.demand(
+            context + full + group.num_seqs * own_blocks, own_blocks=(group.num_seqs - 1) * own_blocks
+        )
         if self._never_fits(group, needed):
             sharing = replace(needed, blocks=needed.blocks - self._pinned_hits(group))
             if sharing == needed or self._never_fits(group, sharing):
+                beside = "" if group.cross is None else f" and an encoder's input of {group.cross.num_tokens}"
                 return (
-                    f"a prompt of {prompt} tokens with {group.num_seqs} sequences needs at least {needed.blocks} KV "
-                    f"cache blocks, but there are {self._blocks.pinned.capacity}"
+                    f"a prompt of {prompt} tokens{beside} with {group.num_seqs} sequences needs at least "
+                    f"{needed.blocks} KV cache blocks, but there are {self._blocks.pinned.capacity}"
                 )
         return None
 
@@ -119,8 +134,9 @@ class Admission:
         if not self._fits(group, _ONE_BLOCK, reserved):
             return False  # the common case needs no prefix cache lookup
         first = group.seqs[0]
-        match = self.match(group)
-        if not self._fits(group, self.needed(group, match), reserved):
+        cached = self.cached(group)
+        match, context = cached.prefix, cached.context
+        if not self._may_encode(group, context, step) or not self._fits(group, self.needed(group, cached), reserved):
             return False
         first.num_computed = match.num_tokens if match is not None else 0
         if not prompt_chunks(self._blocks, group, step.budget, self._options) and not _awaits_sharing(group):
@@ -128,12 +144,40 @@ class Admission:
             return False
         if match is not None:
             blocks.prefixes.adopt(first.seq_id, match)
+        if group.cross is not None:
+            self._give_context(group, group.cross, context, step)
         if group.totals.first_scheduled_time is None:
             group.totals.first_scheduled_time = step.now
             group.totals.num_cached_tokens = first.num_computed
+            if group.cross is not None and context is not None:
+                group.totals.num_cached_tokens += group.cross.num_tokens
         self._queues.start_running(group)
         self._schedule_admitted(group, step)
         return True
+
+    def _may_encode(self, group: SequenceGroup, context: PrefixMatch | None, step: Step) -> bool:
+        """Whether this step has room for a waiting group's encoder input, or the prefix cache has what is made of it.
+
+        What another group of the step has computed is found there by the next one.
+        """
+        cross = group.cross
+        if cross is None or context is not None:
+            return True
+        if self._blocks.prefixes.enabled and any(other.key == cross.key for other in step.encoded):
+            return False
+        return cross.num_tokens <= step.encoder_budget or not step.encoded
+
+    def _give_context(self, group: SequenceGroup, cross: CrossContext, match: PrefixMatch | None, step: Step) -> None:
+        """Gives a group the blocks of its encoder's output: those of the match, or new ones, to be computed."""
+        if match is not None:
+            self._blocks.prefixes.adopt(cross.context_id, match)
+        else:
+            self._blocks.prefixes.adopt(cross.context_id, cross.nothing_found(self._blocks))
+            changes = self._blocks.grow([(cross.context_id, 0, cross.num_tokens)])
+            assert changes is not None, "its blocks were counted"
+            step.encoded.append(cross)
+            step.encoder_budget -= cross.num_tokens
+        step.with_contexts.append(group)
 
     def admit_preempting(self, group: SequenceGroup, step: Step) -> None:
         """Admits the waiting group for which others were preempted, with the tokens that are held back for it."""
@@ -146,12 +190,14 @@ class Admission:
         if len(group.seqs) > step.budget or self.has_tokens_in_flight(group):
             return False
         for_next_tokens = len(group.seqs) if self._queues.running else 0
-        needed = BlocksNeeded(exact=tuple(n + for_next_tokens for n in blocks.blocks_to_swap_in(group.seq_ids)))
-        if not self._fits(group, needed, self._reserved(step)) or not blocks.swap_in(group.seq_ids):
+        needed = BlocksNeeded(exact=tuple(n + for_next_tokens for n in blocks.blocks_to_swap_in(group.holder_ids)))
+        if not self._fits(group, needed, self._reserved(step)) or not blocks.swap_in(group.holder_ids):
             return False
         if group.totals.first_scheduled_time is None:  # received from another engine
             group.totals.first_scheduled_time = step.now
         step.swapped_groups.append(group)
+        if group.cross is not None:
+            step.with_contexts.append(group)
         self._queues.start_running(group)
         self._schedule_admitted(group, step)
         return True
@@ -196,7 +242,7 @@ class Admission:
         reserved = self._needed_by_prompts()
         if not self._fits(group, _ONE_BLOCK, reserved):
             return False  # needs no prefix cache lookup
-        return self._fits(group, self.needed(group, self.match(group)), reserved)
+        return self._fits(group, self.needed(group, self.cached(group)), reserved)
 
     def fits_beside(
         self, group: SequenceGroup, needed: BlocksNeeded, reserved: BlocksNeeded, num_running_seqs: int
@@ -210,8 +256,13 @@ class Admission:
             return self._blocks.fits(needed, reserved, num_seqs)
         return self._blocks.can_allocate(needed, reserved, num_seqs) is AllocStatus.OK
 
-    def match(self, group: SequenceGroup) -> PrefixMatch | None:
-        """What the prefix cache has of a waiting group; None if it may not use it."""
+    def cached(self, group: SequenceGroup) -> CachedBlocks:
+        """What the prefix cache has of a waiting group."""
+        context = None if group.cross is None else group.cross.find(self._blocks)
+        return CachedBlocks(self._match(group), context)
+
+    def _match(self, group: SequenceGroup) -> PrefixMatch | None:
+        """The cached beginning of its tokens; None if it may not use it."""
         if not self._may_use_prefix_cache(group):
             return None
         # Blocks that its sequences are to share must be read by all of them.
@@ -219,15 +270,16 @@ class Admission:
         return self._blocks.prefixes.match(group.seqs[0].token_ids, self._prefix_chain(group), shared)
 
     def needed(
-        self, group: SequenceGroup, match: PrefixMatch | None, released: Mapping[int, int] = NO_REFERENCES
+        self, group: SequenceGroup, cached: CachedBlocks, released: Mapping[int, int] = NO_REFERENCES
     ) -> BlocksNeeded:
-        """What a waiting group needs beside the match, by default as blocks are referred to now (see ``cost``)."""
+        """What a waiting group needs beside what is cached, by default as blocks are referred to now (see ``cost``)."""
         needed = blocks_still_needed(self._blocks, group)
-        if match is None:
-            return needed
-        # A partly matched block is copied before it is written, if blocks are free; so a match never costs more.
-        saved = min(0, self._blocks.prefixes.cost(match, released) - match.num_full)
-        return replace(needed, blocks=needed.blocks + saved)
+        for match in cached:
+            if match is not None:
+                # A partly matched block is copied before it is written, if blocks are free; so none costs more.
+                saved = min(0, self._blocks.prefixes.cost(match, released) - match.num_full)
+                needed = replace(needed, blocks=needed.blocks + saved)
+        return needed
 
     def _may_use_prefix_cache(self, group: SequenceGroup) -> bool:
         return not group.request.task.needs_all_tokens

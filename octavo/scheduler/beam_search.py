@@ -57,14 +57,17 @@ class BeamSearch:
     replaces its beams by the survivors, in their order.
     """
 
-    def __init__(self, params: BeamSearchParams, stop_token_ids: Collection[int], max_new_tokens: int) -> None:
+    def __init__(
+        self, params: BeamSearchParams, stop_token_ids: Collection[int], max_new_tokens: int, num_forced: int = 0
+    ) -> None:
+        """``num_forced``: tokens before the generated ones that count where lengths do."""
         self._width = params.beam_width
         self._length_penalty = float(params.length_penalty)
         # One beam is greedy search to transformers: it ends with the first hypothesis.
         self._early_stopping = params.early_stopping if self._width > 1 else True
         self._stop_token_ids = frozenset(stop_token_ids)
         self._max_new_tokens = max_new_tokens
-        self._num_generated = 0
+        self._num_generated, self._num_forced = 0, num_forced
         self._cumulative_logprobs = [0.0]
         self._hypotheses: list[Hypothesis] = []
 
@@ -153,7 +156,7 @@ class BeamSearch:
     def _score(self, cumulative_logprob: float, length: int) -> float:
         """The score of a sequence; infinitely bad or 0 where the penalty leaves no number between."""
         try:
-            divisor = length**self._length_penalty
+            divisor = (length + self._num_forced) ** self._length_penalty
         except OverflowError:
             return 0.0
         return cumulative_logprob / divisor if divisor else -math.inf

@@ -91,7 +91,7 @@ class _Room:
 
     def __init__(self, options: SchedulerOptions, queues: Queues, admission: Admission, group: SequenceGroup) -> None:
         self._blocks, self._admission, self._group = queues.blocks, admission, group
-        self._match = admission.match(group)
+        self._cached = admission.cached(group)
         self._release = Release(queues.blocks.groups)
         self._num_seqs = queues.num_running_seqs
         #: By group id: what prompts still need, and of those that decode before the waiting group is admitted the
@@ -106,21 +106,21 @@ class _Room:
 
     def remove(self, victim: SequenceGroup) -> None:
         """A running group is gone."""
-        self._release.add(victim.seq_ids)
+        self._release.add(victim.holder_ids)
         self._num_seqs -= victim.num_seqs
         self._reserved -= self._needs.get(victim.group_id, _NOTHING)
 
     def restore(self, victim: SequenceGroup) -> None:
         """Takes ``remove`` back."""
-        self._release.discard(victim.seq_ids)
+        self._release.discard(victim.holder_ids)
         self._num_seqs += victim.num_seqs
         self._reserved += self._needs.get(victim.group_id, _NOTHING)
 
     def may_suffice(self, victims: list[SequenceGroup]) -> bool:
         """Whether the waiting group fits without these if they share no block: quick to say where most are too few."""
-        seq_ids = [seq_id for victim in victims for seq_id in victim.seq_ids]
+        holder_ids = [holder_id for victim in victims for holder_id in victim.holder_ids]
         needs = (self._needs.get(victim.group_id, _NOTHING) for victim in victims)
-        held = [sum(map(kv_group.num_held, seq_ids)) for kv_group in self._blocks.groups]
+        held = [sum(map(kv_group.num_held, holder_ids)) for kv_group in self._blocks.groups]
         num_seqs = self._num_seqs - sum(victim.num_seqs for victim in victims)
         return self._fits(self._reserved - sum(needs, _NOTHING), held, num_seqs)
 
@@ -129,7 +129,7 @@ class _Room:
         return self._fits(self._reserved, self._release.counts, self._num_seqs)
 
     def _fits(self, reserved: BlocksNeeded, released: list[int], num_seqs: int) -> bool:
-        needed = self._admission.needed(self._group, self._match, self._release.references)
+        needed = self._admission.needed(self._group, self._cached, self._release.references)
         return self._admission.fits_beside(
             self._group, needed, reserved - BlocksNeeded(exact=tuple(released)), num_seqs
         )

@@ -11,6 +11,7 @@ from octavo.core.request import Beam, EngineCoreRequest, Generate, SequenceStatu
 from octavo.core.untracked import untracked
 from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
 from octavo.scheduler.beam_search import BeamSearch
+from octavo.scheduler.cross_context import CrossContext
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -133,6 +134,8 @@ class SequenceGroup:
     num_pending_forks: int = field(init=False)
     #: Unfinished sequences, in order of their index (beams: best first).
     seqs: list[Sequence] = field(init=False)
+    #: What all of them attend to, of an encoder-decoder model.
+    cross: CrossContext | None = None
 
     def __post_init__(self, number: int, seq_id: int, max_model_len: int) -> None:
         request = self.request
@@ -152,7 +155,7 @@ class SequenceGroup:
         if not self.samples:
             self.max_length = prompt + 1
         if isinstance(task, Beam):
-            self.beam = BeamSearch(task.params, self.stop_token_ids, self.max_length - prompt)
+            self.beam = BeamSearch(task.params, self.stop_token_ids, self.max_length - prompt, task.num_forced)
         elif isinstance(task, Generate):
             self.drafts = not task.params.runs_custom_code
         self.preparations = preparations_of(request)
@@ -198,3 +201,14 @@ class SequenceGroup:
     def seq_ids(self) -> list[int]:
         """Ids of its unfinished sequences."""
         return [s.seq_id for s in self.seqs]
+
+    @property
+    def holder_ids(self) -> list[int]:
+        """Ids under which it holds blocks: those of its sequences, and of what they attend to."""
+        return self.seq_ids if self.cross is None else [*self.seq_ids, self.cross.context_id]
+
+    @property
+    def num_recomputed(self) -> int:
+        """Tokens that are lost with its blocks, those of an encoder's input among them."""
+        context = self.cross.num_tokens if self.cross is not None and self.cross.is_computed else 0
+        return self.num_computed + context

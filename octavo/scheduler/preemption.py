@@ -95,14 +95,15 @@ class Preemption:
             return self._mode == "swap"
         if len(group.seqs) > 1:
             return True
-        seq = group.seqs[0]
-        return self.cost.swap_is_cheaper(self._blocks.held_bytes(seq.seq_id), seq.num_computed)
+        return self.cost.swap_is_cheaper(sum(map(self._blocks.held_bytes, group.holder_ids)), group.num_recomputed)
 
     def _swap_out(self, group: SequenceGroup) -> bool:
-        if not self._blocks.swap_out(group.seq_ids):
+        # An encoder's output that this very step is to compute is not in its blocks yet.
+        is_computed = group.cross is None or group.cross.is_computed
+        if not is_computed or not self._blocks.swap_out(group.holder_ids):
             return False
         group.totals.num_swaps += 1
-        group.totals.num_swapped_blocks += sum(self._blocks.blocks_to_swap_in(group.seq_ids))
+        group.totals.num_swapped_blocks += sum(self._blocks.blocks_to_swap_in(group.holder_ids))
         self._stats.preemptions_by_swap += 1
         self._queues.requeue(group, SequenceStatus.SWAPPED)
         return True
@@ -116,10 +117,13 @@ class Preemption:
     def _lose(self, group: SequenceGroup) -> None:
         if len(group.seqs) > 1:
             self._record_sharing(group)
-        lost = sum(s.num_computed for s in group.seqs)
+        lost = group.num_recomputed
+        for holder_id in group.holder_ids:
+            self._blocks.free(holder_id)
         for seq in group.seqs:
-            self._blocks.free(seq.seq_id)
             seq.num_computed = 0
+        if group.cross is not None:
+            group.cross.is_computed = False
         group.totals.num_recomputes += 1
         group.totals.num_recomputed_tokens += lost
         self._stats.preemptions_by_recompute += 1

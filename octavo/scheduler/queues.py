@@ -10,6 +10,7 @@ from typing import Any
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.cross_context import CrossContext
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.policies import FirstComeFirstServed, GuardedPolicy, load_policy
 from octavo.scheduler.preparation_pool import PreparationState, Prepared
@@ -60,7 +61,7 @@ class Queues:
         self.num_drafted_groups = 0
         self.groups: dict[int, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
-        #: Sequences that the workers must forget.
+        #: Sequences and contexts that the workers must forget.
         self.forget: list[int] = []
         #: Running sequences that the workers may not hold yet.
         self.new_seqs: list[Sequence] = []
@@ -95,6 +96,7 @@ class Queues:
         """Makes a group of the request and puts it into the waiting queue."""
         number, seq_id = next(self._numbers), next(self._seq_ids)
         group = SequenceGroup(request, number, seq_id, self._max_model_len, self._plans_on_results)
+        group.cross = CrossContext.of(request, self._seq_ids)
         if request.progress is not None:
             resume(group, request.progress, self._seq_ids, self.blocks.block_size)
         group.drafts = group.drafts and self._speculator is not None and self._speculator.drafts(group.seqs[0])
@@ -206,6 +208,7 @@ class Queues:
             seq.on_workers = False
             seq.fork_of = None
             seq.free_slots = 0
+        self._forget_context(group)
         _set_status(group, status)
         self.policy.on_preempt(group)
         self._push(group)
@@ -282,6 +285,9 @@ class Queues:
             self._remove(group)
         for seq in group.seqs:
             self._free(seq, status)
+        self._forget_context(group)
+        if group.cross is not None:
+            self.blocks.free(group.cross.context_id)
         group.seqs = []
         group.num_pending_forks = 0
         group.status = status
@@ -299,6 +305,11 @@ class Queues:
             seq.on_workers = False
         self.blocks.free(seq.seq_id)
         del self.sequences[seq.seq_id]
+
+    def _forget_context(self, group: SequenceGroup) -> None:
+        if group.cross is not None and group.cross.on_workers:
+            self.forget.append(group.cross.context_id)
+            group.cross.on_workers = False
 
     def _leave_running(self, group: SequenceGroup) -> None:
         # A preempted group is most often the last; an ended one may be anywhere.

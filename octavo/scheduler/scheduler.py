@@ -164,7 +164,7 @@ class Scheduler:
         """
         if self._in_flight and not self.can_run_ahead:
             raise RuntimeError(f"step {min(self._in_flight)} is in flight and its result is needed first")
-        step = Step(self._clock(), self.options.token_budget)
+        step = Step(self._clock(), self.options.token_budget, self.options.encoder_budget)
         drafting = self._drafting
         if drafting is None or (self._num_stages == 1 and not drafting.may_draft(self._in_flight)):
             drafting = None
@@ -303,7 +303,8 @@ class Scheduler:
         step = self._in_flight.pop(plan.step)
         self.queues.last_result = plan.step
         decoding = [*step.decodes, *(s for s, _ in step.drafted), *(s for s, _ in step.extended)]
-        groups = {g.group_id: g for g in [s.group for s in decoding] + step.prefill_groups + step.swapped_groups}
+        lost = step.prefill_groups + step.swapped_groups + step.with_contexts
+        groups = {g.group_id: g for g in [s.group for s in decoding] + lost}
         self.preparations.repeat(plan)
         if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
             self.blocks.reset_prefix_cache()

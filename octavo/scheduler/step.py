@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from octavo.core.config import SchedulerOptions
-from octavo.core.plan import Fork, NewSequence, StepPlan, TableChange
+from octavo.core.plan import Fork, NewContext, NewSequence, StepPlan, TableChange
 from octavo.core.request import Generate, SequenceStatus
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.kv_group import BlocksNeeded
+from octavo.scheduler.cross_context import CrossContext
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.queues import Queues
 from octavo.speculation.drafter import BY_WORKER
@@ -24,8 +25,9 @@ class Step:
     """What is scheduled so far. A scheduled sequence has its blocks and keeps them until the step is done."""
 
     now: float
-    #: Tokens that may still be scheduled.
+    #: Tokens that may still be scheduled; and tokens of encoders' inputs.
     budget: int
+    encoder_budget: int = 0
     #: Of what was taken from it: for forced tokens.
     forced_budget: int = 0
     #: Whether drafts were proposed for it, as the results of all steps before it were known.
@@ -46,6 +48,9 @@ class Step:
     forks: list[Fork] = field(default_factory=list)
     #: (child, parent): forked in this step; the child samples from the parent's logits.
     forked_children: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    #: Groups whose encoder's output the workers learn of, and that of those of which it is computed in this step.
+    with_contexts: list[SequenceGroup] = field(default_factory=list)
+    encoded: list[CrossContext] = field(default_factory=list)
     #: Groups whose blocks this step moves to the host or back.
     swapped_groups: list[SequenceGroup] = field(default_factory=list)
     #: Blocks that partly computed prompts still need; None until counted.
@@ -112,6 +117,8 @@ def blocks_still_needed(blocks: BlockManager, group: SequenceGroup) -> BlocksNee
     for seq in group.seqs:
         held = seq.shared_prefix[1] if seq.shared_prefix is not None else blocks.num_entries(seq.seq_id)
         total += max(0, blocks.blocks_for(len(seq.token_ids)) - held)
+    if group.cross is not None:
+        total += group.cross.blocks_needed(blocks)
     return blocks.demand(total, len(group.seqs), group.seq_ids, forks)
 
 
@@ -182,6 +189,7 @@ def make_plan(queues: Queues, step: Step, number: int) -> StepPlan:
         scheduled = {s.seq_id for s in step.decodes} | {s.seq_id for s, _ in several}
         _add_new_sequences(queues, scheduled, plan)
         _add_new_tokens(queues, scheduled, plan)
+    _add_contexts(queues, step, plan)
     plan.forks += step.forks
     plan.forget, queues.forget = queues.forget, []
     plan.table_changes += step.table_changes
@@ -216,11 +224,26 @@ def advance(queues: Queues, step: Step) -> None:
             filled.append((seq, seq.num_computed))
     for child, parent in step.forked_children:
         child.num_computed = parent.num_computed
+    for group in step.with_contexts:
+        if group.cross is not None and group.status is SequenceStatus.RUNNING:
+            group.cross.is_computed = True
     for group in step.prefill_groups:
         if group.prefilling and group.is_prefilled:
             queues.finish_prefill(group)
             if not group.samples:
                 step.completed.append(group)
+
+
+def _add_contexts(queues: Queues, step: Step, plan: StepPlan) -> None:
+    """Adds what newly admitted groups attend to; one that was preempted within the step has none."""
+    for group in step.with_contexts:
+        cross = group.cross
+        if cross is None or group.status is not SequenceStatus.RUNNING:
+            continue
+        encode = cross.key if cross in step.encoded else None
+        plan.contexts.append(NewContext(cross.context_id, cross.num_tokens, encode))
+        plan.table_changes += queues.blocks.tables(cross.context_id)
+        cross.on_workers = True
 
 
 def _add_new_sequences(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
@@ -267,4 +290,13 @@ def _new_sequence(seq: Sequence) -> NewSequence:
         task = msgspec.structs.replace(task, grammar=grammar)
     adapter = seq.group.request.adapter
     key = adapter.key if adapter is not None else None
-    return NewSequence(seq.seq_id, list(seq.token_ids), seq.num_prompt_tokens, seq.num_computed, task, key)
+    cross = seq.group.cross
+    return NewSequence(
+        seq.seq_id,
+        list(seq.token_ids),
+        seq.num_prompt_tokens,
+        seq.num_computed,
+        task,
+        key,
+        None if cross is None else cross.context_id,
+    )

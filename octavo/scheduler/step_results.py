@@ -30,6 +30,9 @@ class Results:
     def update(self, step: Step, result: StepResult) -> EngineCoreOutputs:
         """Appends sampled tokens, adds full blocks to the prefix cache, ends what has finished."""
         self._register_filled(step)
+        for group in step.with_contexts:
+            if group.cross is not None and group.status is SequenceStatus.RUNNING:
+                group.cross.register(self._queues.blocks)
         outputs = EngineCoreOutputs([msgspec.structs.replace(group.totals) for group in step.admitted])
         beams: dict[int, SequenceGroup] = {}
         ended = self._append_sampled(result, outputs, beams)

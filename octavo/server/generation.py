@@ -17,7 +17,7 @@ from octavo import __version__
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestOutput
-from octavo.core.prompts import TokensPrompt
+from octavo.core.prompts import TokensPrompt, num_prompt_tokens
 from octavo.core.reasoning import ReasoningMarks
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
@@ -76,7 +76,7 @@ class Generation:
             InvalidRequestError: a prompt cannot be served; all prompts are aborted.
         """
         prompts = {f"{self.response_id}-{i}": prompt for i, prompt in enumerate(self.prompts)}
-        self.service.queue.enter({name: len(prompt["prompt_token_ids"]) for name, prompt in prompts.items()})
+        self.service.queue.enter({name: num_prompt_tokens(prompt) for name, prompt in prompts.items()})
         runs = [self._run(name, prompt) for name, prompt in prompts.items()]
         try:
             if len(runs) == 1:
@@ -93,7 +93,7 @@ class Generation:
             if self.model.adapter is not None:
                 log_fields(self.request.scope)["adapter"] = self.model.name
             log_fields(self.request.scope).update(
-                prompt_tokens=sum(len(prompt["prompt_token_ids"]) for prompt in self.prompts),
+                prompt_tokens=sum(map(num_prompt_tokens, self.prompts)),
                 completion_tokens=self.completion_tokens,
             )
 
@@ -138,7 +138,7 @@ class Generation:
 
     def usage(self) -> Usage:
         """Tokens used so far."""
-        prompt, completion = sum(len(p["prompt_token_ids"]) for p in self.prompts), self.completion_tokens
+        prompt, completion = sum(map(num_prompt_tokens, self.prompts)), self.completion_tokens
         usage = Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,

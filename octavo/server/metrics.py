@@ -270,9 +270,9 @@ class RequestObserver:
         metrics, times, now = self._metrics, output.metrics, time.monotonic()
         if not self._started:
             self._started = True
-            metrics.prompt_tokens.inc(len(output.prompt_token_ids))
+            metrics.prompt_tokens.inc(output.num_prompt_tokens)
             if self._adapter is not None:
-                metrics.adapter_prompt_tokens(self._adapter).inc(len(output.prompt_token_ids))
+                metrics.adapter_prompt_tokens(self._adapter).inc(output.num_prompt_tokens)
             if times.time_in_queue is not None:
                 metrics.queue.observe(times.time_in_queue)
             if times.first_token_time is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import Request
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.prompts import TokensPrompt
+from octavo.engine.encoder_prompts import EncoderPrompts
 from octavo.engine.fill_in_middle import no_fill_in_middle
 from octavo.server.api_errors import ApiError, invalid, unsupported
 from octavo.server.message_fields import (
@@ -19,7 +20,7 @@ from octavo.server.message_fields import (
     further_fields,
     refuse_unread,
 )
-from octavo.server.protocol import ChatMessage, CompletionRequest, Prediction, TemplateOptions
+from octavo.server.protocol import ChatMessage, CompletionRequest, EncoderDecoderParts, Prediction, TemplateOptions
 from octavo.server.request_template import RequestTemplate, choose
 from octavo.server.service import Service
 from octavo.server.tools import read_tools
@@ -35,7 +36,7 @@ async def read_prompts(service: Service, body: CompletionRequest) -> list[Tokens
         ApiError: there is no prompt, there are too many, or one is too long.
     """
     prompts: Any = body.prompt
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | EncoderDecoderParts) or (prompts and isinstance(prompts[0], int)):
         prompts = [prompts]
     if not prompts:
         raise invalid("prompt", "prompt must not be an empty list")
@@ -44,6 +45,10 @@ async def read_prompts(service: Service, body: CompletionRequest) -> list[Tokens
         message = f"prompt holds {len(prompts)} prompts; at most {limit} can be served at once"
         raise ApiError(400, message, param="prompt")
     special = body.add_special_tokens is not False
+    if (reader := service.llm.inputs.encoder_prompts) is not None:
+        return await _encoder_prompts(service, reader, body, prompts)
+    if any(isinstance(prompt, EncoderDecoderParts) for prompt in prompts):
+        raise unsupported("prompt", "prompts with encoder_prompt are not supported: the model has a decoder alone")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if body.suffix:
         return await _around_a_gap(service, body, texts)
@@ -51,6 +56,30 @@ async def read_prompts(service: Service, body: CompletionRequest) -> list[Tokens
         return [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
     ids = await encode(service, texts, special)
     return [TokensPrompt(prompt=text, prompt_token_ids=tokens) for text, tokens in zip(texts, ids, strict=True)]
+
+
+async def _encoder_prompts(
+    service: Service, reader: EncoderPrompts, body: CompletionRequest, given: Sequence[Any]
+) -> list[TokensPrompt]:
+    """Prompts of an encoder-decoder model.
+
+    Raises:
+        ApiError: a text is too long, or the body has what does not go with such a model.
+        InvalidRequestError: the model cannot read a prompt.
+    """
+    for name in ("suffix", "truncate_prompt_tokens"):
+        if getattr(body, name):
+            raise unsupported(name, f"{name} is not supported with encoder-decoder models")
+    parts = [(p.encoder_prompt, p.decoder_prompt) if isinstance(p, EncoderDecoderParts) else (p, None) for p in given]
+    texts = [encoder for encoder, _ in parts if isinstance(encoder, str)]
+    ids = iter(await encode(service, texts, body.add_special_tokens is not False))
+    split = []
+    for encoder, decoder in parts:
+        _check_length(service, len(decoder or ()))
+        if isinstance(encoder, str):
+            encoder = TokensPrompt(prompt=encoder, prompt_token_ids=next(ids))
+        split.append(cast(TokensPrompt, reader.split({"encoder_prompt": encoder, "decoder_prompt": decoder})))
+    return split
 
 
 async def _around_a_gap(service: Service, body: CompletionRequest, texts: list[str]) -> list[TokensPrompt]:

@@ -68,6 +68,17 @@ class GenerationRequest(SamplingFields, FormFields, OpenAIFields):
     )
 
 
+class EncoderDecoderParts(RequestModel):
+    """A prompt of an encoder-decoder model in two parts."""
+
+    encoder_prompt: str | Annotated[list[Int], Field(fail_fast=True)] = Field(
+        description="What the encoder reads: a text or token ids."
+    )
+    decoder_prompt: str | Annotated[list[Int], Field(fail_fast=True)] | None = Field(
+        None, description="What the decoder begins with; left out: as the model's do."
+    )
+
+
 class CompletionRequest(GenerationRequest):
     """Body of ``/v1/completions``."""
 
@@ -77,7 +88,12 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[str], Field(fail_fast=True)]
         | Annotated[list[Int], Field(fail_fast=True)]
         | Annotated[list[list[Int]], Field(fail_fast=True)]
-    ) = Field(description="A text, token ids, or a list of either; each is completed.")
+        | EncoderDecoderParts
+        | Annotated[list[EncoderDecoderParts], Field(fail_fast=True)]
+    ) = Field(
+        description="A text, token ids, or a list of either; each is completed. Of an encoder-decoder model its "
+        "encoder reads them, and there may be objects with encoder_prompt and decoder_prompt."
+    )
     logprobs: Int | None = Field(None, description="Logprobs of so many likeliest tokens at each position.")
     echo: bool | None = Field(None, description="Put the prompt before its completion.")
     suffix: str | None = Field(

@@ -96,7 +96,7 @@ class Tracer:
         attributes = {
             "gen_ai.response.id": output.request_id,
             "gen_ai.request.model": self._model,
-            "gen_ai.usage.input_tokens": len(output.prompt_token_ids),
+            "gen_ai.usage.input_tokens": output.num_prompt_tokens,
             "gen_ai.usage.output_tokens": observer.num_tokens,
             "gen_ai.response.finish_reasons": [reason for _, reason in sorted(observer.finish_reasons.items())],
             "octavo.cached_tokens": times.num_cached_tokens,

@@ -86,7 +86,7 @@ class RequestFigures:
         ):
             if moment is not None:
                 self._seconds[name].add(moment - times.arrival_time)
-        self._tokens["request_prompt_tokens"].add(len(output.prompt_token_ids))
+        self._tokens["request_prompt_tokens"].add(output.num_prompt_tokens)
         self._tokens["request_generation_tokens"].add(num_tokens)
 
     def metrics(self, stats: SchedulerStats, model: str) -> list[Metric]:

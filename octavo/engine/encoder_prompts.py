@@ -1,0 +1,149 @@
+"""Prompts of encoder-decoder models: what the encoder reads, and what the decoder begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octavo.core.encoder_input import EncoderFacts, EncoderInput
+from octavo.core.errors import InvalidRequestError
+from octavo.core.model_config import ModelConfig
+from octavo.core.prompts import Prompt, SplitPrompt
+
+if TYPE_CHECKING:
+    from octavo.engine.input_processor import InputProcessor
+
+_EXPLICIT = ("encoder_prompt", "decoder_prompt")
+
+
+class EncoderPrompts:
+    """Reads the prompts of one model, whose forms are:
+
+    - a text, token ids, or a dictionary with one of these: the encoder reads it, and the decoder begins as the model's
+      do. Of a model that reads sound it is what the decoder begins with, and ``multi_modal_data`` has the sound;
+    - ``{"encoder_prompt": ..., "decoder_prompt": ...}``, each in any of these forms, the second one perhaps None.
+    """
+
+    def __init__(self, config: ModelConfig, max_model_len: int, inputs: InputProcessor) -> None:
+        facts, longest = config.encoder_facts, config.longest_input(max_model_len)
+        assert facts is not None and longest is not None
+        self.facts, self._longest, self._inputs = facts, longest, inputs
+
+    def split(self, prompt: Prompt | Any) -> SplitPrompt:
+        """A prompt in any of its forms; one that is split already comes back as it is.
+
+        Raises:
+            InvalidRequestError: it is none that the model can read.
+        """
+        if isinstance(prompt, Mapping) and "encoder_input" in prompt:
+            return prompt  # type: ignore[return-value]
+        salt = None
+        if isinstance(prompt, Mapping):
+            salt = prompt.get("cache_salt")
+            prompt = {key: value for key, value in prompt.items() if key != "cache_salt" and value is not None}
+            if "encoder_prompt" in prompt or "decoder_prompt" in prompt:
+                split = self._explicit(prompt)
+                return split if salt is None else {**split, "cache_salt": salt}
+        if self.facts.takes_audio:
+            data, rest = _take_data(prompt)
+            split = self._split(None, data, rest)
+        else:
+            split = self._split(prompt, None, None)
+        return split if salt is None else {**split, "cache_salt": salt}
+
+    def _explicit(self, prompt: Mapping[str, Any]) -> SplitPrompt:
+        if unknown := [key for key in prompt if key not in _EXPLICIT]:
+            raise InvalidRequestError(
+                f"a prompt with 'encoder_prompt' has 'decoder_prompt' and 'cache_salt' beside it, not {unknown[0]!r}"
+            )
+        if "encoder_prompt" not in prompt:
+            raise InvalidRequestError("a prompt with 'decoder_prompt' needs 'encoder_prompt': what the encoder reads")
+        encoder = prompt["encoder_prompt"]
+        data = None
+        if self.facts.takes_audio:
+            data, rest = _take_data(encoder)
+            if rest not in (None, "", []):
+                raise InvalidRequestError(f"the encoder reads sound alone, not {rest!r} beside it")
+        return self._split(encoder, data, prompt.get("decoder_prompt"))
+
+    def _split(self, encoder: Any, data: Any, decoder: Any) -> SplitPrompt:
+        text: str | None = None
+        if self.facts.takes_audio:
+            given = audio_input(data, self.facts)
+        else:
+            text, ids = self._inputs.read_prompt(encoder)
+            given = self._text_input(ids)
+        split = self._decoder_prompt(decoder)
+        split["encoder_input"], split["encoder_prompt"] = given, text
+        return split
+
+    def _text_input(self, ids: Sequence[int]) -> EncoderInput:
+        if not ids:
+            raise InvalidRequestError("the encoder's prompt is empty; it must have at least one token")
+        checked = self._inputs.checked_ids("encoder prompt", ids)
+        if len(checked) > self._longest:
+            raise InvalidRequestError(
+                f"the encoder's prompt has {len(checked)} tokens, but may have at most {self._longest}: the model's "
+                "positions, or max_model_len where it has no limit of its own"
+            )
+        return EncoderInput.of_tokens(checked)
+
+    def _decoder_prompt(self, prompt: Any) -> SplitPrompt:
+        """The decoder's beginning: every prompt of it begins with the start token, which is added if it is not there.
+
+        A text is read without the special tokens that a tokenizer adds.
+        """
+        start, forced = self.facts.decoder_start_ids, self.facts.forced_ids
+        if prompt is None or prompt in ("", [], ()):
+            return SplitPrompt(prompt_token_ids=[*start, *forced], num_forced=len(forced))
+        text: str | None = None
+        if isinstance(prompt, str):
+            text, ids = prompt, self._inputs.tokenizer.encode(prompt, add_special_tokens=False)
+        elif isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None:
+            text, _ = self._inputs.read_prompt({**prompt, "prompt_token_ids": [0]})
+            if text is None:
+                raise InvalidRequestError("a decoder prompt needs 'prompt' (text) or 'prompt_token_ids'")
+            ids = self._inputs.tokenizer.encode(text, add_special_tokens=False)
+        else:
+            text, ids = self._inputs.read_prompt(prompt)
+        ids = self._inputs.checked_ids("decoder prompt", ids)
+        if ids[:1] != [*start[:1]]:
+            ids = [*start[:1], *ids]
+        split = SplitPrompt(prompt_token_ids=ids, num_forced=0)
+        if text is not None:
+            split["prompt"] = text
+        return split
+
+
+def audio_input(data: Any, facts: EncoderFacts) -> EncoderInput:
+    """The input that sound is: samples float32 [n], mono, at the model's rate, alone or as (samples, rate).
+
+    Raises:
+        InvalidRequestError: it is no such thing, has no samples or too many.
+    """
+    samples, rate = data if isinstance(data, tuple) and len(data) == 2 else (data, facts.audio_rate)
+    if data is None:
+        raise InvalidRequestError('the model reads sound: give it as {"multi_modal_data": {"audio": (samples, rate)}}')
+    if rate != facts.audio_rate:
+        raise InvalidRequestError(f"sound must have {facts.audio_rate} samples a second, not {rate!r}")
+    values = np.asarray(samples)
+    if values.ndim != 1 or not np.issubdtype(values.dtype, np.floating):
+        raise InvalidRequestError(f"sound must be float32 [samples] of one channel, not {values.dtype} {values.shape}")
+    if not 0 < len(values) <= facts.audio_samples:
+        raise InvalidRequestError(f"sound must have 1 to {facts.audio_samples} samples, not {len(values)}")
+    return EncoderInput.of_audio(values, facts.audio_tokens)
+
+
+def _take_data(prompt: Any) -> tuple[Any, Any]:
+    """The sound of a prompt, and what is left of it; None each where there is none."""
+    if not isinstance(prompt, Mapping):
+        return None, prompt
+    data = prompt.get("multi_modal_data")
+    if data is not None and (not isinstance(data, Mapping) or set(data) != {"audio"}):
+        raise InvalidRequestError(f"multi_modal_data must be a dictionary with 'audio' alone, not {data!r:.200}")
+    rest = {key: value for key, value in prompt.items() if key != "multi_modal_data"}
+    if set(rest) == {"prompt"}:
+        return data and data["audio"], rest["prompt"]
+    return (None if data is None else data["audio"]), rest or None
