@@ -86,6 +86,7 @@ class EngineCore(StepLoop):
                 self.max_model_len,
                 context_length,
             )
+        self._warn_of_long_inputs(counts)
         host_counts = executor.num_host_blocks(self.max_model_len, in_flight)
         groups = executor.kv_groups()
         sizes = [
@@ -118,6 +119,20 @@ class EngineCore(StepLoop):
             startup_logger.info("%s", line)
         #: While it sleeps nothing can be computed.
         self.is_sleeping = False
+
+    def _warn_of_long_inputs(self, counts: Sequence[int]) -> None:
+        """Says so if the longest input and output together do not fit the blocks: such requests end with an error."""
+        longest, size = self.model_config.longest_input(self.max_model_len), self.options.block_size
+        needed = 0 if longest is None else -(-longest // size) + -(-self.max_model_len // size)
+        if needed > min(counts, default=needed):
+            logger.warning(
+                "the KV cache has %d blocks, but a request of %d tokens with an encoder's input of %s needs %d: one "
+                "that outgrows the cache ends with an error",
+                min(counts),
+                self.max_model_len,
+                longest,
+                needed,
+            )
 
     def _new_scheduler(self, executor: Executor, sizes: list[GroupBlocks], preparations: Preparations) -> Scheduler:
         """A scheduler over the blocks, which have these sizes, with the cost of moving one."""

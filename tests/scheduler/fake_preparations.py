@@ -48,8 +48,8 @@ def adapter_options(max_loras: int, max_cpu_loras: int | None = None, max_prompt
 
 
 def limits_for(options: AdapterOptions | None) -> dict[str, Limits]:
-    """Adapters as the options have them, and two grammars beside those in use."""
-    return {**limits_of(options), "grammar": Limits(idle=2)}
+    """Adapters as the options have them, and two grammars and two encoder inputs beside those in use."""
+    return {**limits_of(options), "grammar": Limits(idle=2), "encoder_input": Limits(idle=2)}
 
 
 class FakePreparations:

@@ -50,16 +50,25 @@ def extend_print(before: int, token: int) -> int:
     return hash((before, token))
 
 
-def print_of(token_ids: list[int], adapter: str | None = None) -> int:
-    """The print of the last token, computed with an adapter."""
-    value = _start(adapter)
+def print_of(token_ids: list[int], adapter: str | None = None, encoder_key: str | None = None) -> int:
+    """The print of the last token, computed with an adapter, over what an encoder has read."""
+    value = _start(adapter, encoder_key)
     for token in token_ids:
         value = extend_print(value, token)
     return value
 
 
-def _start(adapter: str | None) -> int:
-    return _START if adapter is None else hash((_START, adapter))
+def _start(adapter: str | None, encoder_key: str | None = None) -> int:
+    start = _START if adapter is None else hash((_START, adapter))
+    return start if encoder_key is None else hash((start, encoder_key))
+
+
+def context_prints(key: str, count: int) -> list[int]:
+    """The prints of what an encoder makes of its input."""
+    prints = [extend_print(hash(("context", key)), 0)]
+    while len(prints) < count:
+        prints.append(extend_print(prints[-1], 0))
+    return prints
 
 
 def sample(context: int, seed: int) -> int:
@@ -85,7 +94,7 @@ def tokens_alone(request: EngineCoreRequest, index: int, max_model_len: int) -> 
     tokens, task = list(request.prompt_token_ids), request.task
     assert isinstance(task, Generate)
     limit = max_model_len if task.max_tokens is None else min(len(tokens) + task.max_tokens, max_model_len)
-    context = print_of(tokens, _key(request))
+    context = print_of(tokens, *_keys(request))
     while len(tokens) < limit:
         tokens.append(sample(context, task.seed + index))
         context = extend_print(context, tokens[-1])
@@ -94,8 +103,9 @@ def tokens_alone(request: EngineCoreRequest, index: int, max_model_len: int) -> 
     return tokens[len(request.prompt_token_ids) :]
 
 
-def _key(request: EngineCoreRequest) -> str | None:
-    return None if request.adapter is None else request.adapter.key
+def _keys(request: EngineCoreRequest) -> tuple[str | None, str | None]:
+    adapter, given = request.adapter, request.encoder_input
+    return None if adapter is None else adapter.key, None if given is None else given.key
 
 
 def hypotheses_alone(request: EngineCoreRequest, max_model_len: int, vocabulary: int = VOCABULARY) -> list[Hypothesis]:
@@ -106,7 +116,7 @@ def hypotheses_alone(request: EngineCoreRequest, max_model_len: int, vocabulary:
     count = min(task.num_candidates, vocabulary)
     beams: list[list[int]] = [[]]
     while True:
-        step = search.step([candidates(print_of(prompt + b, _key(request)), count) for b in beams], beams)
+        step = search.step([candidates(print_of(prompt + b, *_keys(request)), count) for b in beams], beams)
         if step.done:
             return search.hypotheses()
         beams = [[*beams[parent], token] for parent, token in step.survivors]
@@ -129,6 +139,9 @@ class Row:
     #: Tokens at which the sequence ends.
     limit: int
     adapter: str | None = None
+    #: Key of what an encoder has read, and the id of what it made of it.
+    encoder_key: str | None = None
+    context: int | None = None
     #: Tokens that must follow, which come back with a plan.
     forced: list[int] = field(default_factory=list)
 
@@ -143,7 +156,17 @@ class Row:
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
-        self.prints.append(extend_print(self.prints[-1] if self.prints else _start(self.adapter), token))
+        before = self.prints[-1] if self.prints else _start(self.adapter, self.encoder_key)
+        self.prints.append(extend_print(before, token))
+
+
+@dataclass
+class FakeContext:
+    """The worker's state of what an encoder has made."""
+
+    num_tokens: int
+    key: str
+    table: list[int] = field(default_factory=list)
 
 
 class InjectedFailure(Exception):
@@ -195,6 +218,11 @@ class FakeWorker(Executor):
         self.device: list[list[int | None]] = [[None] * self.block_size for _ in range(device)]
         self.host: list[list[int | None]] = [[None] * self.block_size for _ in range(host)]
         self.rows: dict[int, Row] = {}
+        self.contexts: dict[int, FakeContext] = {}
+        #: By id, of all contexts that ever were: what was read for them, as the scheduler has it.
+        self.context_keys: dict[int, str] = {}
+        #: How often an encoder has read something, and how often a context came without that.
+        self.num_encoded = self.num_found = 0
         #: Rows as they were when they were forgotten.
         self.forgotten: dict[int, Row] = {}
         self.in_flight: list[FakeStep] = []
@@ -252,13 +280,21 @@ class FakeWorker(Executor):
 
     def _forget(self, plan: StepPlan) -> None:
         for seq_id in plan.forget:
-            if seq_id in self.rows or not self.has_failed:
+            if seq_id in self.context_keys:
+                if seq_id in self.contexts or not self.has_failed:
+                    del self.contexts[seq_id]
+            elif seq_id in self.rows or not self.has_failed:
                 self.forgotten[seq_id] = self.rows.pop(seq_id)
 
     def _execute(self, step: FakeStep, fail: str) -> None:
         plan = step.plan
         self._move(plan)
         self.preparations.apply(plan)
+        for context in plan.contexts:
+            assert context.context_id not in self.contexts
+            key = self.context_keys[context.context_id]
+            self.contexts[context.context_id] = FakeContext(context.num_tokens, key)
+        assert len(self.contexts) <= self.options.max_num_seqs
         for new in plan.new:
             self._add(new)
         for fork in plan.forks:
@@ -275,7 +311,10 @@ class FakeWorker(Executor):
                 row.append(token)
                 row.known += 1
         for change in plan.table_changes:
-            table = self.rows[change.seq_id].tables[change.group]
+            if change.seq_id in self.contexts:
+                table = self.contexts[change.seq_id].table
+            else:
+                table = self.rows[change.seq_id].tables[change.group]
             assert change.blocks and change.index <= len(table), "a hole in a block table"
             assert all(0 <= block < len(self.device) for block in change.blocks)
             table[change.index : change.index + len(change.blocks)] = change.blocks
@@ -286,10 +325,38 @@ class FakeWorker(Executor):
             return
         if plan.num_drafts:
             plan = step.plan = self._draft(plan, step.result)
+        self._encode(plan)
         forked_children = self._forked_children(plan)
         self._compute(plan, forked_children)
         self._sample(step, forked_children)
         self.preparations.report(step.result)
+
+    def _encode(self, plan: StepPlan) -> None:
+        """Reads the inputs of new contexts, which writes their blocks; those that are found have theirs."""
+        read = [context for context in plan.contexts if context.encode is not None]
+        self.num_encoded += len(read)
+        self.num_found += len(plan.contexts) - len(read)
+        budget = self.options.encoder_budget
+        assert len(read) <= 1 or sum(context.num_tokens for context in read) <= budget, "more than a step may read"
+        for context in read:
+            mine = self.contexts[context.context_id]
+            assert context.encode == mine.key
+            assert mine.key in self.preparations.prepared, "an input that is not prepared"
+            others = [c.table for c in self.contexts.values() if c is not mine]
+            others += [table for row in self.rows.values() for table in row.tables]
+            assert not set(mine.table).intersection(*[[block for table in others for block in table]])
+            prints = context_prints(mine.key, len(mine.table) * self.block_size)
+            for index, block in enumerate(mine.table):
+                self.device[block] = [*prints[index * self.block_size : (index + 1) * self.block_size]]
+
+    def _check_contexts(self) -> None:
+        """What every row attends to beside its own tokens is what its request's encoder has read."""
+        for context in self.contexts.values():
+            assert len(context.table) == -(-context.num_tokens // self.block_size)
+            found = [value for block in context.table for value in self.device[block]][: context.num_tokens]
+            assert found == context_prints(context.key, context.num_tokens), "another context"
+        for row in self.rows.values():
+            assert row.context is None or self.contexts[row.context].key == row.encoder_key
 
     def _draft(self, plan: StepPlan, result: StepResult) -> StepPlan:
         """Drafts as many tokens as are asked for, or fewer; none if its drafter fails."""
@@ -347,7 +414,8 @@ class FakeWorker(Executor):
         tables: list[list[int]] = [[] for _ in self.windows]
         known = len(new.token_ids)
         seed = task.seed if isinstance(task, Generate) else 0
-        row = Row(task, seed, [], [], tables, new.num_computed, known, limit, new.adapter)
+        encoder_key = None if new.context is None else self.contexts[new.context].key
+        row = Row(task, seed, [], [], tables, new.num_computed, known, limit, new.adapter, encoder_key, new.context)
         for token in new.token_ids:
             row.append(token)
         self.rows[new.seq_id] = row
@@ -366,6 +434,8 @@ class FakeWorker(Executor):
             row.known,
             row.limit,
             row.adapter,
+            row.encoder_key,
+            row.context,
         )
 
     def _forked_children(self, plan: StepPlan) -> dict[int, int]:
@@ -382,6 +452,7 @@ class FakeWorker(Executor):
         size = self.block_size
         before = {seq_id: row.num_computed for seq_id, row in self.rows.items()}
         self._check_contents(before)
+        self._check_contexts()
         written: dict[tuple[int, int], int] = {}
         for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
             row = self.rows[seq_id]
@@ -408,6 +479,7 @@ class FakeWorker(Executor):
             self.rows[child].num_computed = self.rows[parent].num_computed
         self._check_write_access({block: seq_id for (block, _), seq_id in written.items()}, forked_children)
         self._check_contents(before)
+        self._check_contexts()
 
     def _read_from(self, window: int | None, num_computed: int) -> int:
         """The first position that the next token reads."""
@@ -638,6 +710,8 @@ class Engine:
     def _record_plan(self, plan: StepPlan) -> None:
         """Called with every new plan."""
         self.group_of.update((seq_id, seq.group.group_id) for seq_id, seq in self.scheduler.queues.sequences.items())
+        crossing = [g.cross for g in self.scheduler.queues.groups.values() if g.cross is not None]
+        self.worker.context_keys.update((cross.context_id, cross.key) for cross in crossing)
         for group, status, swaps in self._before:
             back = status is SequenceStatus.SWAPPED and group.status is SequenceStatus.RUNNING
             assert not (back and group.totals.num_swaps > swaps), "out and in in one step"
@@ -653,7 +727,9 @@ class Engine:
 
     def _apply_group_output(self, update: GroupOutput) -> None:
         answer = self.answers[update.group_id]
-        if answer.group_reason != "abort":
+        # Of one that a stop text has ended meanwhile nobody is told.
+        was_stopped = answer.finished and "stopped by text" in answer.reasons.values()
+        if answer.group_reason != "abort" and not was_stopped:
             assert not answer.finished, "a second end"
             answer.group_reason = update.finish_reason
             answer.hypotheses, answer.error = update.hypotheses, update.error
@@ -726,6 +802,12 @@ def check_accounting(engine: Engine) -> None:
             for kv_group in blocks.groups:
                 on_device |= set(kv_group.tables.get(seq.seq_id, ())) - {NO_BLOCK}
             tables += held
+        if group.cross is not None:
+            held = bool(blocks.table(group.cross.context_id)) or blocks.is_swapped(group.cross.context_id)
+            assert held == group.cross.is_computed == (wanted is not SequenceStatus.WAITING)
+            assert blocks.is_swapped(group.cross.context_id) == (wanted is SequenceStatus.SWAPPED)
+            on_device |= set(blocks.table(group.cross.context_id))
+            tables += held
     assert queues.num_waiting + len(queues.running) + len(queues.swapped) == len(queues.groups)
     assert len(queues.sequences) == sum(len(g.seqs) for g in queues.groups.values())
     assert queues.num_running_seqs == sum(g.num_seqs for g in queues.running) <= engine.scheduler.options.max_num_seqs
@@ -784,4 +866,4 @@ def check_nothing_held(engine: Engine) -> None:
     assert not engine.loop._in_flight and not engine.worker.in_flight
     if engine.scheduler.queues.forget:
         engine.step()
-    assert not engine.worker.rows
+    assert not engine.worker.rows and not engine.worker.contexts

@@ -10,6 +10,7 @@ import pytest
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
+from octavo.core.encoder_input import EncoderInput
 from octavo.core.errors import AdapterError
 from octavo.core.kv_groups import GroupBlocks, window_blocks
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate, SequenceStatus
@@ -96,6 +97,8 @@ class Case:
     grammars: bool = False
     #: Whether there are drafts, some of them right.
     drafts: bool = False
+    #: Whether most requests have an input for an encoder.
+    contexts: bool = False
 
 
 def make_case(seed: int) -> Case:
@@ -187,6 +190,7 @@ class Run:
         self.own_rng = random.Random(case.seed)
         self.engine.worker.vocabulary = self.own_rng.choice([VOCABULARY, 2])
         self.engine.worker.seconds_per_move = self.rng.choice([1e-5, 1e-1])
+        self.context_rng = random.Random(case.seed + 5)
         self.prefixes = [self._tokens(20) for _ in range(2)]
         self.added = 0
         self.pin_rng = random.Random(case.seed + 2)
@@ -232,7 +236,14 @@ class Run:
                 tpot_target=self.own_rng.choice([None, 1.0]),
             ),
             adapter=self.adapter_rng.choice([None, None, *self.refs]) if self.case.slots else None,
+            encoder_input=self.encoder_input() if self.case.contexts else None,
         )
+
+    def encoder_input(self) -> EncoderInput | None:
+        """One of a few, or none."""
+        number = self.context_rng.randrange(5)
+        tokens = [0, 1, 5, 9, 3 * self.case.block_size][number]
+        return EncoderInput("tokens", f"input {number}", tokens, b"") if tokens else None
 
     def share_prefix(self) -> None:
         """Pins a prefix, or releases one that is pinned."""
@@ -333,7 +344,7 @@ class Run:
 
     def step(self) -> None:
         groups = list(self.engine.scheduler.queues.groups.values())
-        compiling = {g.group_id for g in groups if self.waits_for_grammar(g)}
+        compiling = {g.group_id for g in groups if self.waits_for_preparation(g)}
         before = {g.group_id: (g, g.status) for g in groups}
 
         def between() -> None:
@@ -345,15 +356,15 @@ class Run:
         assert plan.total_tokens <= self.case.options.token_budget
         check_accounting(self.engine)
 
-    def waits_for_grammar(self, group: SequenceGroup) -> bool:
+    def waits_for_preparation(self, group: SequenceGroup) -> bool:
         pools = self.engine.scheduler.preparations.pools
-        keys = [p.key for p in group.preparations if p.kind == "grammar"]
-        return any(pools["grammar"].things[key].state is not PreparationState.READY for key in keys)
+        needs = [p for p in group.preparations if p.kind in ("grammar", "encoder_input")]
+        return any(pools[p.kind].things[p.key].state is not PreparationState.READY for p in needs)
 
     def check_bound(self, before: dict[int, tuple[SequenceGroup, SequenceStatus]], compiling: set[int]) -> None:
         """No later arrival is admitted or kept running before a group that has waited beyond the ageing limit.
 
-        But groups in ``compiling``, whose grammar is not compiled, hold up no others.
+        But groups in ``compiling``, whose grammar or input is not prepared, hold up no others.
         """
         limit, now = self.case.options.aging_limit, self.engine.now
         if limit is None:
@@ -386,7 +397,8 @@ class Run:
             if answer.error == "unusable":
                 assert isinstance(request.task, Generate) and request.task.grammar and answer.group_reason == "error"
                 return
-        if request.task.num_sequences == 1 and not self.case.failure_rate and request.options.pin_as is None:
+        plain = request.options.pin_as is None and request.encoder_input is None
+        if request.task.num_sequences == 1 and not self.case.failure_rate and plain:
             assert answer.group_reason in (None, "abort", "length") or "max_num_batched_tokens" in (answer.error or "")
         if isinstance(request.task, Beam):
             assert not answer.tokens
@@ -419,6 +431,7 @@ def run_cases(
     *,
     adapters: bool = False,
     grammars: bool = False,
+    contexts: bool = False,
 ) -> None:
     for seed in range(first, first + count):
         case = make_case(seed)
@@ -435,8 +448,12 @@ def run_cases(
         if grammars:  # with two steps in flight no tokens are forced
             depth = random.Random(seed).choice([1, 1, case.depth])
             case = replace(case, grammars=True, depth=depth, drafts=seed % 4 == 0)
+        if contexts:
+            budget = random.Random(seed).choice([None, 4, 9, 20])
+            options = case.options.model_copy(update={"max_num_encoder_input_tokens": budget})
+            case = replace(case, contexts=True, host_cache=False, options=options, drafts=seed % 5 == 0)
         try:
-            Run(case, shares_prefixes=True)()
+            Run(case, shares_prefixes=not contexts)()
         except Exception as e:
             raise AssertionError(f"in {case}") from e
 
@@ -459,6 +476,17 @@ def test_generated_traffic_with_adapters(part: int) -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_generated_traffic_with_grammars(part: int) -> None:
     run_cases(part * 1000, 60, WITH_WINDOWS if part == 3 else None, grammars=True, adapters=part == 2)
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_generated_traffic_with_contexts(part: int) -> None:
+    run_cases(part * 1000, 200, contexts=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_much_generated_traffic_with_contexts(part: int) -> None:
+    run_cases(400_000 + part * 1000, 1000, contexts=True)
 
 
 @pytest.mark.slow
