@@ -29,7 +29,9 @@ class EncoderPrompts:
     def __init__(self, config: ModelConfig, max_model_len: int, inputs: InputProcessor) -> None:
         facts, longest = config.encoder_facts, config.longest_input(max_model_len)
         assert facts is not None and longest is not None
-        self.facts, self._longest, self._inputs = facts, longest, inputs
+        #: Positions of the longest input.
+        self.longest = longest
+        self.facts, self._inputs = facts, inputs
 
     def split(self, prompt: Prompt | Any) -> SplitPrompt:
         """A prompt in any of its forms; one that is split already comes back as it is.
@@ -83,9 +85,9 @@ class EncoderPrompts:
         if not ids:
             raise InvalidRequestError("the encoder's prompt is empty; it must have at least one token")
         checked = self._inputs.checked_ids("encoder prompt", ids)
-        if len(checked) > self._longest:
+        if len(checked) > self.longest:
             raise InvalidRequestError(
-                f"the encoder's prompt has {len(checked)} tokens, but may have at most {self._longest}: the model's "
+                f"the encoder's prompt has {len(checked)} tokens, but may have at most {self.longest}: the model's "
                 "positions, or max_model_len where it has no limit of its own"
             )
         return EncoderInput.of_tokens(checked)

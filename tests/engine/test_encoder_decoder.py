@@ -95,6 +95,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(llm: LLM, model: A
     texts = [DOCUMENT, DOCUMENT[:1], DOCUMENT[7:15], DOCUMENT[::-1][:30]]
     for text, output in zip(texts, llm.generate(texts, params, use_tqdm=False), strict=True):
         completion = output.outputs[0]
+        assert completion.logprobs is not None
         tokens = completion.token_ids
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([text]), decoder_input_ids=torch.tensor([[2, *tokens]])).logits[0]

@@ -16,7 +16,7 @@ from tests.models.test_bart import bart
 from tests.server.running_server import TINY, Running, running
 
 TEXT = "the quick brown fox jumps over the lazy dog"
-GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_prompts_of_all_forms(server: Running, folder: Path) -> None:
     llm = LLM(str(folder), dtype="float32", num_gpu_blocks_override=100, max_model_len=64)
     ids = llm.tokenizer.encode(TEXT)
     params = SamplingParams(**GREEDY)
-    parts = {"encoder_prompt": TEXT, "decoder_prompt": "abc"}
+    parts: Any = {"encoder_prompt": TEXT, "decoder_prompt": "abc"}
     plain, begun = llm.generate([TEXT, parts], params, use_tqdm=False)
     assert plain.encoder_prompt == TEXT and plain.encoder_prompt_token_ids == ids
     assert begun.prompt == "abc" and begun.prompt_token_ids == [1, *llm.tokenizer.encode("abc")]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
+from octavo.core.prompts import Prompt
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.lab.bench.scheduler_cost import sampled
@@ -140,13 +143,19 @@ class SharingFigures:
 
 
 def measure_sharing(llm: LLM, output_len: int = 64) -> Iterator[SharingFigures]:
-    """Blocks saved by parallel sampling and beam search, and prompt tokens saved by shared examples; real outputs."""
+    """Blocks saved by parallel sampling and beam search, and prompt tokens saved by shared examples; real outputs.
+
+    Of an encoder-decoder model, blocks of the encoder's output among them, and tokens of inputs that come again.
+    """
     for width in (2, 4, 6):
         params = SamplingParams(n=width, temperature=1.0, seed=0, max_tokens=output_len, ignore_eos=True)
         yield SharingFigures("parallel sampling", width, *_blocks(llm, params))
     for width in (2, 4, 6):
         beams = BeamSearchParams(beam_width=width, max_tokens=output_len, ignore_eos=True)
         yield SharingFigures("beam search", width, *_blocks(llm, beams))
+    if llm.inputs.encoder_prompts is not None:
+        yield SharingFigures("same input", len(_SENTENCES), *_input_tokens(llm))
+        return
     for shots in (1, 5):
         yield SharingFigures("shared examples", shots, *_prefix_tokens(llm, shots))
 
@@ -157,15 +166,45 @@ def _blocks(llm: LLM, params: SamplingParams | BeamSearchParams) -> tuple[int, i
     engine.reset_prefix_cache()
     scheduler = engine.core.scheduler
     for i, prompt in enumerate(PROMPTS):
-        ids = engine.tokenizer.encode_chat([{"role": "user", "content": prompt}])
-        engine.add_request(f"prompt-{i}", ids, params, streaming=False)
+        engine.add_request(f"prompt-{i}", _prompt(llm, prompt), params, streaming=False)
     entries = distinct = 0
     while engine.has_unfinished_requests():
         engine.step()
-        tables = [scheduler.blocks.table(s) for g in scheduler.queues.running for s in g.seq_ids]
+        tables = []
+        for group in scheduler.queues.running:
+            context = [] if group.cross is None else scheduler.blocks.table(group.cross.context_id)
+            tables += [context + scheduler.blocks.table(seq_id) for seq_id in group.seq_ids]
         entries += sum(map(len, tables))
         distinct += len({block for table in tables for block in table})
     return entries, distinct
+
+
+def _prompt(llm: LLM, text: str) -> Prompt:
+    """A prompt of the model: the text as a question, or many times as the input of an encoder, or as long a silence."""
+    reader = llm.inputs.encoder_prompts
+    if reader is None:
+        return llm.tokenizer.encode_chat([{"role": "user", "content": text}])
+    if reader.facts.takes_audio:
+        # Other inputs are other recordings: each has a click at a place of its own.
+        samples = np.zeros(reader.facts.audio_samples, np.float32)
+        samples[len(text)] = 1.0
+        return {"encoder_prompt": {"multi_modal_data": {"audio": (samples, reader.facts.audio_rate)}}}
+    ids = llm.tokenizer.encode(" ".join([text] * 16))
+    return {"encoder_prompt": ids[: min(reader.longest, 400)]}
+
+
+def _input_tokens(llm: LLM) -> tuple[int, int]:
+    """(tokens, computed tokens) of prompts with one input and other beginnings of the decoder."""
+    llm.reset_prefix_cache()
+    prompt, tokens, cached = dict(cast("Mapping[str, Any]", _prompt(llm, PROMPTS[0]))), 0, 0
+    for number in range(len(_SENTENCES)):
+        beginning = [1 + number] * number
+        output = llm.generate(
+            {**prompt, "decoder_prompt": beginning}, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False
+        )[0]
+        tokens += output.num_prompt_tokens
+        cached += output.num_cached_tokens
+    return tokens, tokens - cached
 
 
 def _prefix_tokens(llm: LLM, shots: int) -> tuple[int, int]:

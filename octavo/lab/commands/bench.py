@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, check_positive, check_range, json_output, refuse_words
@@ -221,6 +221,7 @@ def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
 
 def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.engine.llm import LLM
+    from octavo.engine.model_files import find_files
     from octavo.lab.bench.memory_use import measure_sharing, measure_use
     from octavo.loader.shapes import SHAPES
 
@@ -247,7 +248,10 @@ def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> 
     )
     if options.model in SHAPES:  # texts need a tokenizer
         return
-    llm = LLM(**{"max_model_len": 1024, "num_gpu_blocks_override": 2048, **asked})
+    defaults: dict[str, Any] = {"max_model_len": 1024, "num_gpu_blocks_override": 2048}
+    if find_files(options).model_config.encoder_facts is not None:  # whose outputs may all be shorter
+        del defaults["max_model_len"]
+    llm = LLM(**{**defaults, **asked})
     show(
         measure_sharing(llm),
         stream,
