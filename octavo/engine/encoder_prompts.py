@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -11,11 +11,23 @@ from octavo.core.encoder_input import EncoderFacts, EncoderInput
 from octavo.core.errors import InvalidRequestError
 from octavo.core.model_config import ModelConfig
 from octavo.core.prompts import Prompt, SplitPrompt
-
-if TYPE_CHECKING:
-    from octavo.engine.input_processor import InputProcessor
+from octavo.engine.tokenizer import Tokenizer
 
 _EXPLICIT = ("encoder_prompt", "decoder_prompt")
+
+
+class PlainPrompts(Protocol):
+    """What reads each of the two parts: ``InputProcessor``."""
+
+    tokenizer: Tokenizer
+
+    def read_prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """Its text, if there is one, and its token ids."""
+        ...
+
+    def checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
+        """Token ids as plain integers, all of the vocabulary."""
+        ...
 
 
 class EncoderPrompts:
@@ -26,7 +38,7 @@ class EncoderPrompts:
     - ``{"encoder_prompt": ..., "decoder_prompt": ...}``, each in any of these forms, the second one perhaps None.
     """
 
-    def __init__(self, config: ModelConfig, max_model_len: int, inputs: InputProcessor) -> None:
+    def __init__(self, config: ModelConfig, max_model_len: int, inputs: PlainPrompts) -> None:
         facts, longest = config.encoder_facts, config.longest_input(max_model_len)
         assert facts is not None and longest is not None
         #: Positions of the longest input.

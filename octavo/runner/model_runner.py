@@ -214,7 +214,10 @@ class ModelRunner:
         """Runs the network, scores prompts, and samples."""
         if self._prompt_adapters is not None:
             self._prompt_adapters.take_slots(inputs)
-        self._cache.computes_over(inputs.arrays["block_tables"])
+        tables = inputs.arrays["block_tables"]
+        if self._encoder is not None:
+            tables = np.concatenate([tables, inputs.arrays["cross_tables"][None]], axis=2)
+        self._cache.computes_over(tables)
         batch = self._device.to_device(inputs, self._pending_tokens(inputs))
         # Not earlier: while the device waits for the host or for blocks to arrive, it counts as idle.
         stop_timer = self._device.start_timer()

@@ -282,6 +282,15 @@ def _replace_core(llm: LLMEngine) -> None:
         llm.core.scheduler.add(msgspec.msgpack.decode(data, type=EngineCoreRequest))
 
 
+def test_it_goes_on_after_sleep(folder: Path, alone: list[Any]) -> None:
+    engine = make(folder)
+    for level in (1, 2):
+        assert answers(engine, [1, 2]) == [alone[1], alone[2]]
+        engine.sleep(level)
+        engine.wake_up()
+    assert answers(engine, [1, 2]) == [alone[1], alone[2]]
+
+
 def test_two_ranks_and_a_killed_worker(folder: Path, alone: list[Any]) -> None:
     killer = Killer(9)
     engine = make(folder, killer, tensor_parallel_size=2)
@@ -328,6 +337,11 @@ def test_an_input_that_never_fits_is_ignored(folder: Path) -> None:
     assert bad.outputs[0].finish_reason == "ignored"
     assert "an encoder's input of 70" in str(bad.outputs[0].error)
     assert len(good.outputs[0].token_ids) == 2
+
+
+def test_there_are_no_vectors(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot embed; it can: generate text"):
+        llm.embed([[5]])
 
 
 def test_truncation_is_refused(llm: LLM) -> None:

@@ -204,6 +204,24 @@ class MemoryMachine(RuleBasedStateMachine):
         assert {len(t) for t in sequence.tables} == {self.manager.blocks_for(found.num_tokens)}
         sequence.arrives = True
 
+    @rule(name=st.sampled_from("pq"), blocks=st.integers(1, 3))
+    def read_input(self, name: str, blocks: int) -> None:
+        """What an encoder makes of an input: computed at once, and found as a whole or not at all."""
+        if not self.make_room():
+            return
+        tokens, salt = [0] * (blocks * self.block_size + 1), f"input {name}, {blocks} blocks"
+        found = self.look_up(tokens, salt, [])
+        if found.num_full == blocks:
+            assert found.num_tokens == blocks * self.block_size
+            self.start(tokens, salt, [])
+            return
+        sequence = self.new(salt, tokens, [])
+        nothing = PrefixMatch(0, len(tokens), [[] for _ in self.manager.groups], 0, found.chain)
+        self.manager.prefixes.adopt(sequence.seq_id, nothing)
+        self.grow_group([sequence], blocks * self.block_size, 0)
+        if sequence.after is None:
+            self.end(sequence)
+
     @rule(picks=PICKS, count=st.integers(1, 9), token=st.integers(0, 1))
     def grow(self, picks: list[int], count: int, token: int) -> None:
         self.grow_group(self.pick(picks, lambda s: not s.swapped and s.after is None), count, token)

@@ -32,6 +32,7 @@ _POOLING = {"PoolingParams": f"{_HERE}.pooling:PoolingParams"}
 _POOLER = {"PoolerConfig": f"{_HERE}.pooling:PoolerConfig"}
 _LOGPROB = {"Logprob": "octavo.core.outputs:Logprob"}
 _PROMPTS = {
+    "ExplicitEncoderDecoderPrompt": "octavo.core.prompts:ExplicitEncoderDecoderPrompt",
     "TextPrompt": "octavo.core.prompts:TextPrompt",
     "TokensPrompt": "octavo.core.prompts:TokensPrompt",
     "PromptType": "octavo.core.prompts:Prompt",
