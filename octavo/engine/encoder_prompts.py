@@ -25,8 +25,8 @@ class PlainPrompts(Protocol):
         """Its text, if there is one, and its token ids."""
         ...
 
-    def checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
-        """Token ids as plain integers, all of the vocabulary."""
+    def prompt_ids(self, token_ids: Sequence[int], what: str = "prompt") -> list[int]:
+        """Token ids as plain integers: at least one, and all of the vocabulary."""
         ...
 
 
@@ -94,9 +94,7 @@ class EncoderPrompts:
         return split
 
     def _text_input(self, ids: Sequence[int]) -> EncoderInput:
-        if not ids:
-            raise InvalidRequestError("the encoder's prompt is empty; it must have at least one token")
-        checked = self._inputs.checked_ids("encoder prompt", ids)
+        checked = self._inputs.prompt_ids(ids, "encoder's prompt")
         if len(checked) > self.longest:
             raise InvalidRequestError(
                 f"the encoder's prompt has {len(checked)} tokens, but may have at most {self.longest}: the model's "
@@ -122,7 +120,7 @@ class EncoderPrompts:
             ids = self._inputs.tokenizer.encode(text, add_special_tokens=False)
         else:
             text, ids = self._inputs.read_prompt(prompt)
-        ids = self._inputs.checked_ids("decoder prompt", ids)
+        ids = self._inputs.prompt_ids(ids, "decoder's prompt")
         if ids[:1] != [*start[:1]]:
             ids = [*start[:1], *ids]
         split = SplitPrompt(prompt_token_ids=ids, num_forced=0)

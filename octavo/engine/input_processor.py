@@ -264,15 +264,15 @@ class InputProcessor:
             prediction = self.tokenizer.encode(prediction, add_special_tokens=False)
         return self._checked_ids("prediction", prediction[: self.max_model_len])
 
-    def prompt_ids(self, token_ids: Sequence[int]) -> list[int]:
-        """The token ids of a prompt as plain integers.
+    def prompt_ids(self, token_ids: Sequence[int], what: str = "prompt") -> list[int]:
+        """The token ids of a prompt as plain integers; ``what`` it is called in errors.
 
         Raises:
             InvalidRequestError: there is none, or one is no integer, or not in the vocabulary.
         """
         if not token_ids:
-            raise InvalidRequestError("the prompt is empty; it must have at least one token")
-        return self._checked_ids("prompt", token_ids)
+            raise InvalidRequestError(f"the {what} is empty; it must have at least one token")
+        return self._checked_ids(what, token_ids)
 
     def _checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
         try:

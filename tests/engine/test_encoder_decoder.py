@@ -14,10 +14,10 @@ from octavo.core.errors import ConfigError
 from octavo.core.request import EngineCoreRequest
 from octavo.engine.core import EngineCore
 from octavo.engine.llm_engine import LLMEngine
-from tests.engine.test_invariance_scheduling import everything
 from tests.engine.test_recovery import Killer
 from tests.models.seq2seq import save_seq2seq
 from tests.models.test_bart import bart
+from tests.whole_outputs import everything
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -310,8 +310,8 @@ def test_two_ranks_and_a_killed_worker(folder: Path, alone: list[Any]) -> None:
         ({"prompt_token_ids": []}, "the encoder's prompt is empty"),
         ({"encoder_prompt": [], "decoder_prompt": [2]}, "the encoder's prompt is empty"),
         ({"encoder_prompt": [3] * 97}, "has 97 tokens, but may have at most 96"),
-        ({"encoder_prompt": [101]}, "encoder prompt token ids must be integers from 0 to 100, not 101"),
-        ({"encoder_prompt": [3], "decoder_prompt": [-1]}, "decoder prompt token ids must be integers"),
+        ({"encoder_prompt": [101]}, "encoder's prompt token ids must be integers from 0 to 100, not 101"),
+        ({"encoder_prompt": [3], "decoder_prompt": [-1]}, "decoder's prompt token ids must be integers"),
         ({"encoder_prompt": [3], "decoder_prompt": [5] * 64}, "the prompt has 65 tokens"),
         ({"decoder_prompt": [3]}, "needs 'encoder_prompt'"),
         ({"encoder_prompt": [3], "prompt": "x"}, "not 'prompt'"),
