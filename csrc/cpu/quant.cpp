@@ -8,6 +8,7 @@
 #include "quant_dot.hpp"
 #include "quant_encode.hpp"
 #include "quant_rows.hpp"
+#include "quant_store.hpp"
 #include "vec.hpp"
 
 namespace octavo::OCTAVO_ISA {
@@ -134,6 +135,19 @@ void fetch_results(int64_t column, int64_t columns, int rows, int64_t row, const
   }
 }
 
+// The activation, which alone depends on the instruction set, is left to that of floats.
+template <int Panels>
+void store_results(const PackedQuant& weight, int64_t panel, int64_t row, int rows, const QuantOutput& out,
+                   const float (*sums)[kQuantTile][kPanel], const QuantResults& results) {
+  const auto as_it_is = [](F32 x) { return x; };
+  if (out.activation != Activation::none)
+    results.store_activated(out, weight.n, panel, Panels, row, rows, sums);
+  else if (out.dtype == Dtype::f32)
+    store_tile<float>(out, weight.n, panel, Panels, row, rows, sums, as_it_is);
+  else
+    store_tile<uint16_t>(out, weight.n, panel, Panels, row, rows, sums, as_it_is);
+}
+
 template <QuantFormat Format, int Panels>
 void run_panels(const PackedQuant& weight, int64_t panel, const QuantRows& rows, const QuantOutput& out,
                 const QuantResults& results) {
@@ -145,7 +159,7 @@ void run_panels(const PackedQuant& weight, int64_t panel, const QuantRows& rows,
     const int count = rows.rows_of_tile(row);
     if (Panels > 1) fetch_results(panel * kPanel, Panels * kPanel, count, row, out);
     multiply_rows<Format, Panels>(weight.panel(panel), weight.panel_bytes, rows, row, ahead, sums);
-    results.store(out, weight.n, panel, Panels, row, count, sums);
+    store_results<Panels>(weight, panel, row, count, out, sums, results);
   }
 }
 

@@ -3,8 +3,8 @@
 // The product of a row x and a column w is, over groups of 32 values of K in order,
 //     sum_g  scale_x[g] * (scale_w[g] * dot(q_x[g], q_w[g])  -  min_w[g] * sum(q_x[g]))
 // with the dot products exact in integers and the sum over groups in float32, a product and a sum at a time, never
-// fused: every instruction set of integers gives the same bits, and so does every number of rows. What comes after, bias,
-// residual and activation, is done by the instruction set of floats (QuantResults).
+// fused: every instruction set of integers gives the same bits, and so does every number of rows. So do bias and
+// residual; activations, which are polynomials, are those of the instruction set of floats (QuantResults).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -127,12 +127,12 @@ struct QuantOutput {
   Activation activation = Activation::none;
 };
 
-// Of the instruction set of floats: what becomes of the sums.
+// Of the instruction set of floats.
 struct QuantResults {
   // Stores rows [row, row + rows), a tile, of neighbouring panels from `panel` on, at most kMostPanels, of a matrix of n
-  // columns: sums with bias and `add`, and their activation.
-  void (*store)(const QuantOutput& out, int64_t n, int64_t panel, int panels, int64_t row, int rows,
-                const float (*sums)[kQuantTile][kPanel]);
+  // columns: the activation of sums with bias and `add`.
+  void (*store_activated)(const QuantOutput& out, int64_t n, int64_t panel, int panels, int64_t row, int rows,
+                          const float (*sums)[kQuantTile][kPanel]);
 };
 
 // Of the instruction set of integers.

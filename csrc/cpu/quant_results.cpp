@@ -1,61 +1,21 @@
-// The results of quantised products: sums with bias, residual and activation, of an instruction set of floats.
+// Quantised products with an activation: what becomes of their sums, of an instruction set of floats.
 #include "activations.hpp"
-#include "quant.hpp"
-#include "vec.hpp"
+#include "quant_store.hpp"
 
 namespace octavo::OCTAVO_ISA {
 
-namespace {
-
-// A row of a panel that has fewer columns: lanes past the matrix are computed as the others, from zeros.
-template <typename T, typename F>
-void store_part(const float* sums, const float* bias, const float* add, int columns, T* out, const F& f) {
-  for (int c = 0; c < columns; c += kLanes) {
-    const int lanes = columns - c < kLanes ? columns - c : kLanes;
-    F32 sum = load(sums + c);
-    if (bias != nullptr) sum += load(bias + c, lanes);
-    if (add != nullptr) sum += load(add + c, lanes);
-    store(out + c, f(sum), lanes);
-  }
-}
-
-// The results of a tile of rows: bias, add, activation.
-template <typename T>
-void store_tile(const QuantOutput& out, int64_t n, int64_t panel, int panels, int64_t row, int rows,
-                const float (*sums)[kQuantTile][kPanel]) {
-  const int64_t first = panel * kPanel;
-  const float* bias = out.bias == nullptr ? nullptr : out.bias + first;
-  const int whole = n - first >= panels * kPanel ? panels : panels - 1;  // a matrix' last panel may have less
+static void store_activated(const QuantOutput& out, int64_t n, int64_t panel, int panels, int64_t row, int rows,
+                            const float (*sums)[kQuantTile][kPanel]) {
   with_activation(out.activation, [&](auto f) {
-    for (int r = 0; r < rows; ++r) {
-      T* to = static_cast<T*>(out.data) + (row + r) * out.stride + first;
-      const float* add = out.add == nullptr ? nullptr : out.add + (row + r) * out.add_stride + first;
-      for (int c = 0; c < whole * kPanel; c += kLanes) {
-        F32 sum = load(sums[c / kPanel][r] + c % kPanel);
-        if (bias != nullptr) sum += load(bias + c);
-        if (add != nullptr) sum += load(add + c);
-        store_result(to + c, f(sum));
-      }
-      if (whole == panels) continue;
-      const int64_t at = whole * kPanel;
-      store_part(sums[whole][r], bias == nullptr ? nullptr : bias + at, add == nullptr ? nullptr : add + at,
-                 static_cast<int>(n - first - at), to + at, f);
-    }
+    if (out.dtype == Dtype::f32)
+      store_tile<float>(out, n, panel, panels, row, rows, sums, f);
+    else
+      store_tile<uint16_t>(out, n, panel, panels, row, rows, sums, f);
   });
 }
 
-void store_results(const QuantOutput& out, int64_t n, int64_t panel, int panels, int64_t row, int rows,
-                   const float (*sums)[kQuantTile][kPanel]) {
-  if (out.dtype == Dtype::f32)
-    store_tile<float>(out, n, panel, panels, row, rows, sums);
-  else
-    store_tile<uint16_t>(out, n, panel, panels, row, rows, sums);
-}
-
-}  // namespace
-
 const QuantResults* quant_results() {
-  static const QuantResults table{store_results};
+  static const QuantResults table{store_activated};
   return &table;
 }
 
