@@ -130,10 +130,8 @@ struct Chosen {
   IntegerIsa integers;
 };
 
-Chosen& chosen() {
-  static Chosen chosen(available_isas().floats.front(), available_isas().integers.front());
-  return chosen;
-}
+// Made when the module is loaded: products ask for it often, and a function's own would be checked each time.
+Chosen chosen(available_isas().floats.front(), available_isas().integers.front());
 
 std::string listed(const Names& names) {
   std::string list;
@@ -157,7 +155,11 @@ void check(const char* kind, const std::string& name, const Names& available, co
 std::pair<std::string, std::string> both_of(const std::string& names, const IsaNames& available) {
   const size_t plus = names.find('+');
   if (plus != std::string::npos) return {names.substr(0, plus), names.substr(plus + 1)};
-  const bool is_floats = has(kKnown.floats, names), is_integers = has(kKnown.integers, names);
+  bool is_floats = has(available.floats, names), is_integers = has(available.integers, names);
+  if (!is_floats && !is_integers) {  // what is wrong with it is said when it is checked
+    is_floats = has(kKnown.floats, names);
+    is_integers = has(kKnown.integers, names);
+  }
   if (!is_floats && !is_integers)
     throw std::invalid_argument("there is no instruction set '" + names + "'; of floats there are: " +
                                 listed(kKnown.floats) + "; of integers: " + listed(kKnown.integers));
@@ -173,9 +175,9 @@ IsaNames available_isas() {
   return {common(built.floats, runs.floats), common(built.integers, runs.integers)};
 }
 
-const FloatIsa& isa() { return chosen().floats; }
+const FloatIsa& isa() { return chosen.floats; }
 
-const IntegerIsa& integer_isa() { return chosen().integers; }
+const IntegerIsa& integer_isa() { return chosen.integers; }
 
 std::string chosen_isas() { return isa().name + "+" + integer_isa().name; }
 
@@ -184,7 +186,7 @@ void choose_isa(const std::string& names) {
   const auto [floats, integers] = both_of(names, available);
   check("floats", floats, available.floats, runs.floats, kKnown.floats);
   check("integers", integers, available.integers, runs.integers, kKnown.integers);
-  chosen() = Chosen(floats, integers);
+  chosen = Chosen(floats, integers);
 }
 
 }  // namespace octavo

@@ -50,7 +50,7 @@ const IntegerIsa& integer_isa();
 // Both, as "FLOATS+INTEGERS".
 std::string chosen_isas();
 
-// Takes "FLOATS+INTEGERS", or one name: for both kinds if both have it, else for its kind, of the other the best. Throws
+// Takes "FLOATS+INTEGERS", or one name, for each kind that has it available; of the other the best. Throws
 // std::invalid_argument if there is no such instruction set, the processor cannot run it, or it was not compiled; then
 // nothing has changed.
 void choose_isa(const std::string& names);

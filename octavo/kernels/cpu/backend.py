@@ -47,7 +47,7 @@ class CpuKernels(Kernels):
 
     def __init__(self) -> None:
         """Selects the best instruction sets of this processor, or those that ``OCTAVO_CPU_ISA`` names: as
-        "FLOATS+INTEGERS", or by one name for both kinds that have it, the other kind keeping its best.
+        "FLOATS+INTEGERS", or by one name for each kind that has it, the other keeping its best.
 
         Raises:
             ConfigError: there is no such instruction set, this processor cannot run it, or it was not compiled.
