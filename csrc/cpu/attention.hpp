@@ -80,8 +80,8 @@ struct Attention {
   float soft_cap;      // scores become cap * tanh(score / cap); 0: they do not
   const float* alibi;  // [heads] or null: slope * (position of key - position of query) is added to scores
   bool causal;         // a token sees none after it
-  // [heads, bias_stride] or null: bias[bias_reach + position of key - position of query] is added to scores. A few rows of
-  // registers behind the last are read.
+  // [heads, bias_stride] or null: bias[bias_reach + position of key - position of query] is added to scores, and beyond the
+  // reach its outermost number, which the kLanes next to it are too.
   const float* bias;
   int64_t bias_stride, bias_reach;
 

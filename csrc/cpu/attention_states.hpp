@@ -62,13 +62,18 @@ OCTAVO_INLINE float largest(const float* scores, int32_t begin, int32_t end) {
 OCTAVO_INLINE void finish_scores(const Attention& a, int64_t head, int32_t distance, const float* scales, float* scores,
                                  int32_t begin, int32_t end) {
   const float slope = a.alibi ? a.alibi[head] * kLog2e : 0.0f;
-  const float* bias = a.bias ? a.bias + head * a.bias_stride + a.bias_reach + distance : nullptr;
+  const float* bias = a.bias ? a.bias + head * a.bias_stride + a.bias_reach : nullptr;
+  // The outermost numbers of the table are alike, so a vector beyond them has the values of one at the end.
+  const auto reach = static_cast<int32_t>(a.bias_reach);
   for (int32_t i = begin; i < end; i += kLanes) {
     F32 s = load(scores + i);
     if (scales) s *= load(scales + i);
     if (a.soft_cap > 0.0f) s = soft_capped(s, a.soft_cap) * kLog2e;
     if (a.alibi) s = fma(__builtin_convertvector(counting() + (i + distance), F32), splat(slope), s);
-    if (bias) s = fma(load(bias + i), splat(kLog2e), s);
+    if (bias) {
+      const int32_t at = i + distance;
+      s = fma(load(bias + (at < -reach ? -reach : at > reach - kLanes ? reach - kLanes : at)), splat(kLog2e), s);
+    }
     store(scores + i, s);
   }
 }

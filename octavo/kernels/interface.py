@@ -27,21 +27,23 @@ from octavo.kernels.sampling import SamplingBackend
 
 
 class PositionBias:
-    """Numbers that are added to scores by distance, float32 [heads, 2 * reach + 1 and some zeros]; written in place.
+    """Numbers that are added to scores by distance, float32 [heads, 2 * reach + 1]; written in place.
 
-    Number ``reach + d`` of a head is for keys whose position is that of the query and d.
+    Number ``reach + d`` of a head is for keys whose position is that of the query and d. The first ``MARGIN`` numbers
+    of a head are one value, and so are the last ones: each stands for all that is further away.
     """
 
-    #: Numbers that kernels may read behind the last.
-    PADDING = 64
+    #: As many as a vector of any kernel has, or more.
+    MARGIN = 16
 
     def __init__(self, values: np.ndarray, reach: int) -> None:
         self.values, self.reach = values, reach
 
     @classmethod
-    def zeros(cls, heads: int, reach: int) -> PositionBias:
-        """For positions of up to ``reach`` from each other."""
-        return cls(np.zeros((heads, 2 * reach + 1 + cls.PADDING), np.float32), reach)
+    def zeros(cls, heads: int, longest: int) -> PositionBias:
+        """For numbers that are the same from the distance ``longest`` on."""
+        reach = longest + cls.MARGIN
+        return cls(np.zeros((heads, 2 * reach + 1), np.float32), reach)
 
     def of_heads(self, heads: slice) -> PositionBias:
         """Those of some heads, over the same memory."""

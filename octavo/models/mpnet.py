@@ -33,7 +33,7 @@ class MPNetModel(Encoder):
     )
 
     def __init__(self, config: MPNetConfig, context: LayerContext) -> None:
-        self._bias = RelativeBias(context, config.num_heads, config.buckets, config.max_position)
+        self._bias = RelativeBias(context, config.num_heads, config.buckets)
         super().__init__(config, context)
         self.attach("model.relative_bias", self._bias)
 
