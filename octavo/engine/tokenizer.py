@@ -14,7 +14,13 @@ from octavo.engine.chat_template import choose_template, load_chat_templates, re
 from octavo.engine.fill_in_middle import find_fill_in_middle, no_fill_in_middle
 from octavo.engine.text_stream import TextStream, bytes_of_fallback, bytes_of_level
 from octavo.engine.tokenizer_calls import Encoding, TokenizerCalls, encoding_of
-from octavo.loader.tokenizer_backend import complete_backend, has_tokenizer, load_backend, named_tokens
+from octavo.loader.tokenizer_backend import (
+    complete_backend,
+    has_tokenizer,
+    load_backend,
+    load_source_backend,
+    named_tokens,
+)
 from octavo.models.config_files import check_architecture
 
 if TYPE_CHECKING:
@@ -54,15 +60,24 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
     """
     backend, config = load_backend(folder)
     templates = load_chat_templates(folder, config) if chat_template is None else {"default": chat_template}
-    return Tokenizer(backend, config, templates)
+    source = load_source_backend(folder)
+    return Tokenizer(backend, config, templates, None if source is None else Tokenizer(source, config, {}))
 
 
 class Tokenizer(TokenizerCalls):
     """A tokenizer with its special tokens and chat templates. It never changes, so threads may share it."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], templates: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: Mapping[str, Any],
+        templates: Mapping[str, str],
+        source: Tokenizer | None = None,
+    ) -> None:
         """Takes over ``backend``; ``config`` is the content of tokenizer_config.json."""
         self.backend = backend
+        #: Of what an encoder reads, with the same ids, if there is one beside this, the decoder's; else this.
+        self.source = source or self
         self.chat_templates = dict(templates)
         complete_backend(backend, config)
         #: Texts of the special tokens under the names that templates use, such as ``bos_token``.

@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 
 from octavo.core.errors import TokenizerError
+from octavo.loader.marian_tokenizer import build_marian, has_marian_files
 from octavo.loader.tokenizer_files import build_tokenizer, tokenizer_files
 from octavo.loader.tokenizer_parts import read_object, token_text
 from octavo.loader.word_piece import build_word_piece, word_piece_file
@@ -26,15 +27,14 @@ def load_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
         TokenizerError: there is none, or a file cannot be understood.
         UnsupportedModelError: there is no tokenizer.json, and the family of the other files is not known.
     """
-    path = folder / "tokenizer.json"
-    config = read_object(folder / "tokenizer_config.json")
-    for name, value in read_object(folder / "special_tokens_map.json").items():
-        config.setdefault(name, value)
+    path, config = folder / "tokenizer.json", _read_config(folder)
     if path.is_file():
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # the library raises plain Exception
             raise TokenizerError(f"{path} cannot be read: {e}") from e
+    elif has_marian_files(folder):
+        backend, config = build_marian(folder, config, "target")
     elif (vocabulary := word_piece_file(folder)) is not None:
         backend, config = build_word_piece(vocabulary, config)
     elif tokenizer_files(folder):
@@ -44,7 +44,7 @@ def load_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
         found = f"there is {', '.join(there)}" if there else "and no other tokenizer"
         raise TokenizerError(
             f"{folder} has no tokenizer.json ({found}), nor vocab.json with merges.txt, vocab.txt, "
-            "tokenizer.model or *.tiktoken; "
+            "tokenizer.model, spiece.model, *.tiktoken, or source.spm and target.spm with vocab.json; "
             "transformers writes one with AutoTokenizer.from_pretrained(...).save_pretrained(folder); "
             "measurements with load_format='dummy' need none"
         )
@@ -52,9 +52,31 @@ def load_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     return backend, config
 
 
+def load_source_backend(folder: Path) -> tokenizers.Tokenizer | None:
+    """The tokenizer of what an encoder reads, where that is not the one of what the decoder writes.
+
+    Raises:
+        TokenizerError, UnsupportedModelError: as for ``load_backend``.
+    """
+    if (folder / "tokenizer.json").is_file() or not has_marian_files(folder):
+        return None
+    backend, config = build_marian(folder, _read_config(folder), "source")
+    complete_backend(backend, config)
+    return backend
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Whether ``load_backend`` finds files to read in a folder."""
-    return (folder / "tokenizer.json").is_file() or bool(word_piece_file(folder) or tokenizer_files(folder))
+    files = has_marian_files(folder) or word_piece_file(folder) or tokenizer_files(folder)
+    return (folder / "tokenizer.json").is_file() or bool(files)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, and what special_tokens_map.json has beside it."""
+    config = read_object(folder / "tokenizer_config.json")
+    for name, value in read_object(folder / "special_tokens_map.json").items():
+        config.setdefault(name, value)
+    return config
 
 
 def complete_backend(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:

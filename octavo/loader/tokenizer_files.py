@@ -17,17 +17,17 @@ from octavo.loader.byte_level import byte_alphabet
 from octavo.loader.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from octavo.loader.sentencepiece_model import SentencePieceModel, parse_sentencepiece
 from octavo.loader.tokenizer_parts import (
+    MAX_ID,
     byte_level_bpe,
     merges_by_rank,
     read_bytes,
+    read_ids,
     read_lines,
     read_object,
     surround,
     token_text,
 )
 
-#: Largest id of a token: several times those of the largest vocabularies published.
-_MAX_ID = 2_000_000
 _END = "<|endoftext|>"
 
 
@@ -89,6 +89,7 @@ _MODEL_TYPES = {
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _QWEN2),
     **dict.fromkeys(("cohere", "cohere2"), _COHERE),
     **dict.fromkeys(("llama", "mistral", "mixtral", "phi3", "gemma", "gemma2", "gemma3", "gemma3_text"), _LLAMA),
+    **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
 }
 
 
@@ -97,7 +98,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
     pair = [folder / "vocab.json", folder / "merges.txt"]
     if all(path.is_file() for path in pair):
         return pair
-    single = [folder / "tokenizer.model", *sorted(folder.glob("*.tiktoken"))]
+    single = [folder / "tokenizer.model", folder / "spiece.model", *sorted(folder.glob("*.tiktoken"))]
     return [path for path in single if path.is_file()][:1]
 
 
@@ -105,8 +106,8 @@ def build_tokenizer(folder: Path, config: Mapping[str, Any]) -> tuple[Tokenizer,
     """The tokenizer of a folder, and ``config`` completed with the special tokens that it does not name.
 
     Read are ``vocab.json`` with ``merges.txt`` (byte-level BPE), ``tokenizer.model`` (SentencePiece, or tiktoken's
-    lines of a token in base64 and its rank), ``*.tiktoken``, and ``added_tokens.json``. How text is cut and which
-    tokens stand around it is decided by ``tokenizer_class``, else by ``model_type`` of config.json.
+    lines of a token in base64 and its rank), ``spiece.model``, ``*.tiktoken``, and ``added_tokens.json``. How text is
+    cut and which tokens stand around it is decided by ``tokenizer_class``, else by ``model_type`` of config.json.
 
     Args:
         folder: has ``tokenizer_files``.
@@ -185,7 +186,7 @@ def _vocabulary(
     space = config.get("add_prefix_space")
     if len(files) == 2:
         pre = _pre_tokenizer(source, name, family.pre)
-        return _ByteLevel(source, _ids(source), _merges(files[1]), pre, space is True)
+        return _ByteLevel(source, read_ids(source), _merges(files[1]), pre, space is True)
     data = read_bytes(source)
     if _RANK.match(data):
         pre = replace(_pre_tokenizer(source, name, family.ranked_pre), ignore_merges=True)
@@ -205,16 +206,6 @@ def _pre_tokenizer(source: Path, name: str, pre: str | None) -> PreTokenizer:
             "name its tokenizer_class in tokenizer_config.json, such as GPT2Tokenizer"
         )
     return PRE_TOKENIZERS[pre]
-
-
-def _ids(path: Path) -> dict[str, int]:
-    ids = read_object(path)
-    bad = next((t for t, i in ids.items() if not isinstance(i, int) or not 0 <= i <= _MAX_ID), None)
-    if bad is not None:
-        raise TokenizerError(f"{path}: the id of {bad!r} must be a whole number up to {_MAX_ID}, not {ids[bad]!r}")
-    if not ids or len(set(ids.values())) != len(ids):
-        raise TokenizerError(f"{path} has no tokens, or gives two of them one id")
-    return ids
 
 
 def _merges(path: Path) -> list[tuple[str, str]]:
@@ -246,8 +237,8 @@ def _from_ranks(source: Path, data: bytes) -> tuple[dict[str, int], list[tuple[s
         except ValueError as e:
             raise TokenizerError(f"{source} is damaged: {line[1][:40]!r} is not base64 ({e})") from e
         at = line.end()
-    if len(set(ranks.values())) != len(ranks) or max(ranks.values()) > _MAX_ID:
-        raise TokenizerError(f"{source} is damaged: a rank occurs twice, or is larger than {_MAX_ID}")
+    if len(set(ranks.values())) != len(ranks) or max(ranks.values()) > MAX_ID:
+        raise TokenizerError(f"{source} is damaged: a rank occurs twice, or is larger than {MAX_ID}")
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise TokenizerError(f"{source} has no token for {len(missing)} of the 256 bytes, such as {missing[0]}")
     alphabet = {byte: character for character, byte in byte_alphabet().items()}
@@ -277,8 +268,8 @@ def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedTok
 
 def _id(folder: Path, value: object) -> int:
     text = str(value)
-    if not re.fullmatch("[0-9]{1,9}", text) or int(text) > _MAX_ID:
-        raise TokenizerError(f"{folder}: the id of an added token must be a number up to {_MAX_ID}, not {text[:40]!r}")
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) > MAX_ID:
+        raise TokenizerError(f"{folder}: the id of an added token must be a number up to {MAX_ID}, not {text[:40]!r}")
     return int(text)
 
 

@@ -18,6 +18,9 @@ _LONGEST = 1024
 #: Largest file of a tokenizer that is read, in bytes: several times the largest published ones.
 _MAX_BYTES = 128 << 20
 
+#: Largest id of a token: several times those of the largest vocabularies published.
+MAX_ID = 2_000_000
+
 _Token = TypeVar("_Token", str, bytes)
 
 
@@ -65,6 +68,21 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise TokenizerError(f"{path} must hold a JSON object, not {type(content).__name__}")
     return content
+
+
+def read_ids(path: Path) -> dict[str, int]:
+    """The ids of tokens in a vocab.json.
+
+    Raises:
+        TokenizerError: as for ``read_object``; or there are none, or some that are none.
+    """
+    ids = read_object(path)
+    bad = next((t for t, i in ids.items() if not isinstance(i, int) or not 0 <= i <= MAX_ID), None)
+    if bad is not None:
+        raise TokenizerError(f"{path}: the id of {bad!r} must be a whole number up to {MAX_ID}, not {ids[bad]!r}")
+    if not ids or len(set(ids.values())) != len(ids):
+        raise TokenizerError(f"{path} has no tokens, or gives two of them one id")
+    return ids
 
 
 def token_text(entry: object) -> str | None:
