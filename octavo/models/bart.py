@@ -1,9 +1,9 @@
-"""BART (Lewis et al. 2019)."""
+"""BART (Lewis et al. 2019) and mBART (Liu et al. 2020)."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from octavo.core.encoder_input import EncoderFacts
 from octavo.core.model_config import ModelConfig
@@ -38,6 +38,8 @@ class BartForConditionalGeneration(EncoderDecoder):
     """Norms after what is added, and after the embedding; learned positions."""
 
     checkpoint_map = BART_NAMES
+    #: Fields of ``EncoderDecoderConfig`` that say where norms are.
+    norms: ClassVar[dict[str, bool]] = {}
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
@@ -48,7 +50,13 @@ class BartForConditionalGeneration(EncoderDecoder):
             "position_rows": positions + _POSITION_OFFSET,
             "position_offset": _POSITION_OFFSET,
         }
-        return encoder_decoder_config(architecture, reader, positions, **common)
+        return encoder_decoder_config(architecture, reader, positions, **{**common, **cls.norms})
+
+
+class MBartForConditionalGeneration(BartForConditionalGeneration):
+    """Norms before what is added, and after the last layer."""
+
+    norms: ClassVar = {"norm_first": True, "final_norm": True}
 
 
 def encoder_decoder_config(

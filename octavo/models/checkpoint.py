@@ -150,6 +150,60 @@ class Join:
 
 
 @dataclass(frozen=True)
+class Only:
+    """Takes the one entry of the first dimension of tensors with names that match, such as a bias [1, outputs]."""
+
+    pattern: str
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
+        """The tensors without that dimension; one of another size is passed on, for the layer to refuse its shape."""
+        for name, tensor in pairs:
+            if (
+                isinstance(tensor, np.ndarray)
+                and tensor.ndim > 1
+                and len(tensor) == 1
+                and re.search(self.pattern, name)
+            ):
+                tensor = tensor[0]
+            yield name, tensor
+
+
+@dataclass(frozen=True)
+class ZerosFor:
+    """Zeros for tensors that the network expects, under names that match, and a checkpoint may lack."""
+
+    pattern: str
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
+        """The tensors, then the zeros."""
+        missing = {name for name in shapes if re.search(self.pattern, name)}
+        for name, tensor in pairs:
+            missing.discard(name)
+            yield name, tensor
+        for name in sorted(missing):
+            yield name, np.zeros(shapes[name], np.float32)
+
+
+@dataclass(frozen=True)
+class SameAs:
+    """The tensor ``other`` also as ``name``, where the network expects one of that name and the checkpoint lacks it."""
+
+    name: str
+    other: str
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
+        """The tensors, then perhaps the copy."""
+        found: np.ndarray | QuantizedRows | None = None
+        is_missing = self.name in shapes
+        for name, tensor in pairs:
+            is_missing = is_missing and name != self.name
+            found = tensor if name == self.other else found
+            yield name, tensor
+        if is_missing and found is not None:
+            yield self.name, found
+
+
+@dataclass(frozen=True)
 class Transform:
     """Applies a function to tensors with names that match: ``Transform(r"c_attn\\.weight$", transpose)``.
 

@@ -113,16 +113,20 @@ def decoder_fields(
     layers: str = "num_hidden_layers",
     heads: str = "num_attention_heads",
     kv_heads: str | None = None,
+    head_dim: str | None = None,
 ) -> dict[str, Any]:
     """Fields of ``ModelConfig`` that all families have; the arguments are their names in config.json.
 
-    Without ``kv_heads``, or where config.json lacks it, there are as many KV heads as query heads.
+    Without ``kv_heads``, or where config.json lacks it, there are as many KV heads as query heads. Without
+    ``head_dim``, heads are together as wide as the network.
 
     Raises:
         ConfigError: a value is missing, of the wrong type or impossible.
     """
     fields = _common_shape(reader, hidden, layers, heads, kv_heads)
     size, count = fields["hidden_size"], fields["num_heads"]
+    if head_dim is not None:
+        return {"head_dim": reader.positive(head_dim), **fields}
     if size % count:
         raise ConfigError(f"{reader.file}: {hidden} ({size}) must be a multiple of {heads} ({count})")
     return {"head_dim": size // count, **fields}

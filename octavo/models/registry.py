@@ -32,11 +32,15 @@ NETWORKS = {
     "Gemma3ForConditionalGeneration": ("gemma3", "octavo.models.gemma", "GemmaForCausalLM"),
     "GemmaForCausalLM": ("gemma", "octavo.models.gemma", "GemmaForCausalLM"),
     "LlamaForCausalLM": ("llama", "octavo.models.llama", "LlamaForCausalLM"),
+    "MBartForConditionalGeneration": ("mbart", "octavo.models.bart", "MBartForConditionalGeneration"),
+    "MT5ForConditionalGeneration": ("mt5", "octavo.models.t5", "MT5ForConditionalGeneration"),
+    "MarianMTModel": ("marian", "octavo.models.marian", "MarianMTModel"),
     "MistralForCausalLM": ("mistral", "octavo.models.llama", "LlamaForCausalLM"),
     "MixtralForCausalLM": ("mixtral", "octavo.models.mixtures", "MixtureForCausalLM"),
     "OPTForCausalLM": ("opt", "octavo.models.opt", "OPTForCausalLM"),
     "Olmo2ForCausalLM": ("olmo2", "octavo.models.olmo2", "Olmo2ForCausalLM"),
     "OlmoeForCausalLM": ("olmoe", "octavo.models.mixtures", "OlmoeForCausalLM"),
+    "PegasusForConditionalGeneration": ("pegasus", "octavo.models.marian", "PegasusForConditionalGeneration"),
     "Phi3ForCausalLM": ("phi3", "octavo.models.phi3", "Phi3ForCausalLM"),
     "PhiForCausalLM": ("phi", "octavo.models.phi", "PhiForCausalLM"),
     "Qwen2ForCausalLM": ("qwen2", "octavo.models.llama", "LlamaForCausalLM"),
@@ -45,6 +49,9 @@ NETWORKS = {
     "Qwen3MoeForCausalLM": ("qwen3_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "StableLmForCausalLM": ("stablelm", "octavo.models.stablelm", "StableLmForCausalLM"),
     "Starcoder2ForCausalLM": ("starcoder2", "octavo.models.starcoder2", "Starcoder2ForCausalLM"),
+    "T5ForConditionalGeneration": ("t5", "octavo.models.t5", "T5ForConditionalGeneration"),
+    "UMT5ForConditionalGeneration": ("umt5", "octavo.models.t5", "UMT5ForConditionalGeneration"),
+    "WhisperForConditionalGeneration": ("whisper", "octavo.models.whisper", "WhisperForConditionalGeneration"),
 }
 
 #: Networks that draft for another one and cannot be served alone.

@@ -82,7 +82,7 @@ class EncoderDecoderDriver:
         with self.kernels.mode():
             if self.features is not None:
                 self.kernels.write(self.features[:count], prepared)
-            states = self.kernels.to_numpy(self.encoder(batch).hidden).copy()
+            states = self.kernels.to_numpy(self.encoder(batch).hidden).astype(np.float32)
         return torch.from_numpy(states)
 
     def run(self, tokens: list[int], sizes: list[int]) -> Tensor:

@@ -1,0 +1,85 @@
+"""Whisper (Radford et al. 2022): the encoder hears 30 seconds of sound, the decoder writes what was said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.model_config import ModelConfig
+from octavo.kernels.arrays import Array
+from octavo.layers.context import LayerContext
+from octavo.layers.convolution import TAPS, TwoConvolutions, convolution_rows, window_size
+from octavo.models.bart import BART_NAMES, encoder_decoder_config
+from octavo.models.checkpoint import Drop, Rename, ZerosFor
+from octavo.models.config_reader import ConfigReader
+from octavo.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+
+#: Kind of an encoder input: log-mel features as transformers' extractor gives them, float32 [channels, frames].
+FEATURES = "features"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhisperConfig(EncoderDecoderConfig):
+    """With the channels of a frame of sound."""
+
+    channels: int
+
+
+class WhisperForConditionalGeneration(EncoderDecoder):
+    """Two convolutions come before the layers of the encoder; keys have no bias."""
+
+    config: WhisperConfig
+    checkpoint_map = (
+        Drop(r"^proj_out\."),
+        Rename(r"^(model\.)?decoder\.embed_tokens\.", "model.embed_tokens."),
+        Rename(r"^(model\.)?encoder\.(conv\d)\.", r"stem.\2."),
+        *BART_NAMES,
+        ZerosFor(r"\.k_proj\.bias$"),
+    )
+
+    def __init__(self, config: WhisperConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        width, activation = config.encoder.hidden_size, config.encoder.activation
+        self.stem = self.attach("stem", TwoConvolutions(context, config.channels, width, activation))
+
+    def embed_input(self, inputs: Array) -> Array:
+        """Rows of ``convolution_rows``, float32 [T, width], to the encoder's stream float32 [T, E]."""
+        return self.stem(inputs)
+
+    @classmethod
+    def prepare_input(cls, config: ModelConfig, kind: str, payload: bytes) -> np.ndarray:
+        """See ``EncoderDecoder``; of features, or of the sound that they are made of."""
+        assert isinstance(config, WhisperConfig)
+        if kind != FEATURES:
+            raise InvalidRequestError(f"{config.architecture} hears sound, and reads no {kind}")
+        features = np.frombuffer(payload, "<f4")
+        frames = 2 * config.encoder.max_position
+        if features.size != frames * config.channels:
+            raise InvalidRequestError(
+                f"features of sound must be {config.channels} x {frames} numbers, not {features.size}"
+            )
+        return convolution_rows(features.reshape(config.channels, frames).T)
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json."""
+        channels, hears = reader.positive("num_mel_bins", 80), reader.positive("max_source_positions", 1500)
+        writes = reader.positive("max_target_positions", 448)
+        base = encoder_decoder_config(
+            architecture, reader, writes, norm_first=True, final_norm=True, position_rows=writes
+        )
+        assert base.encoder_facts is not None
+        facts = replace(
+            base.encoder_facts,
+            max_tokens=hears,
+            feature_width=TAPS * window_size(channels),
+            audio_rate=16000,
+            audio_samples=hears * 320,
+            audio_tokens=hears,
+        )
+        encoder = replace(base.encoder, max_position=hears, position_rows=hears)
+        fields: dict[str, Any] = {name: getattr(base, name) for name in base.__dataclass_fields__}
+        return WhisperConfig(channels=channels, **{**fields, "encoder": encoder, "encoder_facts": facts})
