@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from octavo.core.errors import TokenizerError, UnsupportedModelError
 from octavo.loader.byte_level import byte_alphabet
 from octavo.loader.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from octavo.loader.sentencepiece_model import SentencePieceModel, parse_sentencepiece
+from octavo.loader.sentencepiece_model import CONTROL, SentencePieceModel, parse_sentencepiece
 from octavo.loader.tokenizer_parts import (
     MAX_ID,
     byte_level_bpe,
@@ -65,6 +65,7 @@ _ROBERTA = _Family(
 )
 _LLAMA = _Family(None, "llama-bpe", adds_bos=True)
 _T5 = _Family(adds_eos=True)
+_PEGASUS = _Family(adds_eos=True)
 
 #: By ``tokenizer_class`` of tokenizer_config.json, without its ending "Fast".
 _CLASSES = {
@@ -78,6 +79,7 @@ _CLASSES = {
     "GemmaTokenizer": _LLAMA,
     "RobertaTokenizer": _ROBERTA,
     "T5Tokenizer": _T5,
+    "PegasusTokenizer": _PEGASUS,
 }
 #: By ``model_type`` of config.json, where no class is given, or GPT-2's, which several families use.
 _MODEL_TYPES = {
@@ -90,6 +92,7 @@ _MODEL_TYPES = {
     **dict.fromkeys(("cohere", "cohere2"), _COHERE),
     **dict.fromkeys(("llama", "mistral", "mixtral", "phi3", "gemma", "gemma2", "gemma3", "gemma3_text"), _LLAMA),
     **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
+    "pegasus": _PEGASUS,
 }
 
 
@@ -119,6 +122,8 @@ def build_tokenizer(folder: Path, config: Mapping[str, Any]) -> tuple[Tokenizer,
     """
     name, family = _family(folder, config)
     vocabulary = _vocabulary(tokenizer_files(folder), name, family, config)
+    if family is _PEGASUS and isinstance(vocabulary, SentencePieceModel):
+        _place_masks(vocabulary)
     added = _added_tokens(folder, config)
     for token_id, token in sorted(added.items()):
         vocabulary.place(token_id, token.content, special=token.special)
@@ -281,6 +286,17 @@ def _place_sentinels(model: SentencePieceModel, config: Mapping[str, Any]) -> No
     for number in reversed(range(count)):
         if (token := f"<extra_id_{number}>") not in model.pieces:
             model.place(len(model.pieces), token, special=True)
+
+
+def _place_masks(model: SentencePieceModel) -> None:
+    """Pegasus's special tokens, which are in no file: they stand behind the end token, before the other pieces."""
+    if (model.pad_id, model.eos_id, model.unk_id) != (0, 1, 2):
+        raise TokenizerError(f"{model.source}: pieces 0, 1 and 2 of Pegasus are <pad>, </s> and <unk>")
+    masks = ["<mask_1>", "<mask_2>", *(f"<unk_{number}>" for number in range(2, 103))]
+    model.pieces[2:2] = masks
+    model.scores[2:2] = [0.0] * len(masks)
+    model.types[2:2] = [CONTROL] * len(masks)
+    model.unk_id += len(masks)
 
 
 def _surround(tokenizer: Tokenizer, family: _Family, config: Mapping[str, Any]) -> None:

@@ -165,6 +165,23 @@ def test_t5_ends_texts_and_has_sentinels(tmp_path: Path) -> None:
     assert ids[1] == 3 + len(PIECES) + 2
 
 
+def test_pegasus_has_its_masks_before_the_pieces(tmp_path: Path) -> None:
+    """The ids that SentencePiece's own library gave for the text, and 103."""
+    pieces = [("<pad>", 0.0, CONTROL), ("</s>", 0.0, CONTROL), ("<unk>", 0.0, UNKNOWN)]
+    pieces += [(piece, -2.0 - 0.01 * index, NORMAL) for index, piece in enumerate(PIECES)]
+    parts = [(1, message((1, piece), (2, score), (3, kind))) for piece, score, kind in pieces]
+    spec = (2, message((3, 1), (40, 2), (41, -1), (42, 1), (43, 0))), (3, message((2, CHARSMAP), (3, 1), (4, 1)))
+    folder(tmp_path, message(*parts, *spec), "pegasus")
+    (tmp_path / "tokenizer.model").rename(tmp_path / "spiece.model")
+    tokenizer = load_tokenizer(tmp_path)
+    ids = [3, 15, 34, 3, 2, 3, 2, 38, 9, 2, 11, 3, 14, 3, 14]
+    assert tokenizer.encode("élo 日本 😀\u00a0ﬁrst ① 1") == [*(i + 103 for i in ids), 1]
+    assert tokenizer.encode("<mask_1> the")[:1] == [2] and tokenizer.convert_tokens_to_ids("<unk_102>") == 104
+    folder(tmp_path, model_bytes("unigram"), "pegasus")
+    with pytest.raises(TokenizerError, match="pieces 0, 1 and 2 of Pegasus"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"\xff" * 9, b"\x0a\x05ab", b"{}", message((1, message((1, 5)))), b"\x0a\x00" * 3]
 )
