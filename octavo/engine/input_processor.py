@@ -216,11 +216,11 @@ class InputProcessor:
         return Generate(params, seed, sorted(stops), bad_words, ignored, grammar, thinking)
 
     def read_prompt(self, prompt: Prompt | Any) -> tuple[str | None, list[int]]:
-        """The text (if there is one) and the token ids of a prompt in any of its forms."""
+        """The text (if there is one) and the token ids of a prompt in any of its forms, as an encoder reads it."""
         if isinstance(prompt, Mapping):
             return self._read_dictionary(prompt)
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
+            return prompt, self.tokenizer.source.encode(prompt)
         if isinstance(prompt, (list, tuple)):
             return None, list(prompt)
         raise InvalidRequestError(f"a prompt must be text, a list of token ids or a dictionary, not {prompt!r}")
@@ -241,7 +241,7 @@ class InputProcessor:
         if ids is not None:
             return text, list(ids)
         if text is not None:
-            return text, self.tokenizer.encode(text)
+            return text, self.tokenizer.source.encode(text)
         raise InvalidRequestError("a prompt given as a dictionary needs 'prompt' (text) or 'prompt_token_ids'")
 
     def _check_prompt(self, token_ids: Sequence[int], virtual: int, *, samples: bool) -> list[int]:

@@ -39,6 +39,7 @@ class T5EncoderConfig(EncoderConfig):
 class T5Config(EncoderDecoderConfig):
     """The buckets are as for the encoder."""
 
+    encoder: T5EncoderConfig
     buckets: int
     longest_distance: int
     #: Tokens of a sequence where no option names another length.
