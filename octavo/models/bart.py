@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from octavo.core.encoder_input import EncoderFacts
+from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
 from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation, read_token_ids
@@ -30,6 +32,12 @@ BART_NAMES: tuple[CheckpointEntry, ...] = (
     Rename(r"\.(fc[12])\.", r".mlp.\1."),
 )
 
+#: What old config.json say of norms, and the fields of ``EncoderDecoderConfig`` that decide it.
+_NORMS = {
+    "normalize_before": "norm_first",
+    "normalize_embedding": "embedding_norm",
+    "add_final_layer_norm": "final_norm",
+}
 #: The first two rows of the tables of positions belong to padding.
 _POSITION_OFFSET = 2
 
@@ -44,6 +52,7 @@ class BartForConditionalGeneration(EncoderDecoder):
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
         """The facts of a config.json."""
+        refuse_settings(architecture, reader, {"static_position_embeddings": False})
         positions = reader.positive("max_position_embeddings", 1024)
         common = {
             "embedding_norm": True,
@@ -70,7 +79,11 @@ def encoder_decoder_config(
         positions: of the longest input, and of the longest output.
         values: further fields of ``EncoderDecoderConfig``; positions and the norm of the embedding are those of its
             encoder, too.
+
+    Raises:
+        UnsupportedModelError: an old config.json says that norms are elsewhere.
     """
+    refuse_settings(architecture, reader, {name: values.get(field, False) for name, field in _NORMS.items()})
     reader = reader.with_defaults(tie_word_embeddings=True)
     shared: dict[str, Any] = {
         "architecture": architecture,
@@ -99,6 +112,15 @@ def encoder_decoder_config(
         **fields,
         **values,
     )
+
+
+def refuse_settings(architecture: str, reader: ConfigReader, computed: Mapping[str, bool]) -> None:
+    """Raises UnsupportedModelError if config.json has one of these settings, and not as it is computed."""
+    for name, value in computed.items():
+        if reader.raw.get(name) is not None and reader.flag(name) != value:
+            raise UnsupportedModelError(
+                f"{reader.file}: {name}={str(not value).lower()} is not supported for {architecture}"
+            )
 
 
 def read_encoder_facts(reader: ConfigReader, max_tokens: int | None) -> EncoderFacts:

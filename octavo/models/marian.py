@@ -8,7 +8,7 @@ from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
 from octavo.layers.sinusoids import SinusoidalPositions
-from octavo.models.bart import BART_NAMES, encoder_decoder_config
+from octavo.models.bart import BART_NAMES, encoder_decoder_config, refuse_settings
 from octavo.models.checkpoint import Drop, Only, Rename, ZerosFor
 from octavo.models.config_reader import ConfigReader
 from octavo.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, EncoderStack
@@ -26,8 +26,6 @@ class SinusoidalEncoderDecoder(EncoderDecoder):
     )
     #: Fields of ``EncoderDecoderConfig`` that say where norms are.
     norms: ClassVar[dict[str, bool]] = {}
-    #: Settings of old config.json with what is computed; the default where there is none.
-    computed: ClassVar[dict[str, bool]] = {}
 
     def __init__(self, config: EncoderDecoderConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -44,11 +42,8 @@ class SinusoidalEncoderDecoder(EncoderDecoder):
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
         """The facts of a config.json."""
-        for name, computed in cls.computed.items():
-            if reader.raw.get(name) is not None and reader.flag(name) != computed:
-                raise UnsupportedModelError(
-                    f"{reader.file}: {name}={str(not computed).lower()} is not supported for {architecture}"
-                )
+        computed = {"static_position_embeddings": True, "share_encoder_decoder_embeddings": True}
+        refuse_settings(architecture, reader, computed)
         vocabulary = reader.positive("vocab_size")
         if (own := reader.positive("decoder_vocab_size", vocabulary)) != vocabulary:
             raise UnsupportedModelError(
@@ -61,24 +56,8 @@ class SinusoidalEncoderDecoder(EncoderDecoder):
 class MarianMTModel(SinusoidalEncoderDecoder):
     """Norms after what is added."""
 
-    computed: ClassVar = {
-        "share_encoder_decoder_embeddings": True,
-        "static_position_embeddings": True,
-        "normalize_before": False,
-        "normalize_embedding": False,
-        "add_final_layer_norm": False,
-        "add_bias_logits": False,
-    }
-
 
 class PegasusForConditionalGeneration(SinusoidalEncoderDecoder):
     """Norms before what is added, and after the last layer."""
 
     norms: ClassVar = {"norm_first": True, "final_norm": True}
-    computed: ClassVar = {
-        "static_position_embeddings": True,
-        "normalize_before": True,
-        "normalize_embedding": False,
-        "add_final_layer_norm": True,
-        "add_bias_logits": False,
-    }

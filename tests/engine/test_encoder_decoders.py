@@ -158,6 +158,13 @@ def test_an_answer_has_the_same_bits_in_company(case: Case, llm: LLM) -> None:
         assert [everything(output) for output in outputs] == expected * 2
 
 
+@pytest.mark.slow  # processes of two workers
+def test_two_ranks_give_the_bits_of_one(case: Case, llm: LLM) -> None:
+    two = LLM(str(case.folder), **OPTIONS, tensor_parallel_size=2)
+    one, other = (engine.generate(case.prompts, GREEDY, use_tqdm=False) for engine in (llm, two))
+    assert [everything(output) for output in one] == [everything(output) for output in other]
+
+
 def test_marian_reads_with_one_tokenizer_and_writes_with_another(tmp_path: Path) -> None:
     save(tmp_path, "Marian", vocab_size=len(VOCABULARY), eos_token_id=0, decoder_start_token_id=56, pad_token_id=56)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -26,10 +26,13 @@ from octavo.models.checkpoint import (
     CheckpointEntry,
     Drop,
     Join,
+    Only,
     Permute,
     Rename,
+    SameAs,
     Split,
     Transform,
+    ZerosFor,
     halve_pairs,
     transpose,
     ungroup_heads,
@@ -215,3 +218,27 @@ def test_other_model_types_are_refused_with_what_is_supported(fused: Path) -> No
     (fused / "config.json").write_text(json.dumps({**FUSED, "model_type": "unknown"}))
     with pytest.raises(UnsupportedModelError, match=r"type 'unknown' is not supported; supported: .*FusedLlama, "):
         read_model_config(fused)
+
+
+def test_entries_for_tensors_that_a_checkpoint_lacks() -> None:
+    shapes = {"a.k.bias": (3,), "b.k.bias": (2,), "head": (2, 2), "bias": (4,)}
+    table = np.arange(4.0).reshape(2, 2)
+    given = [("table", table), ("b.k.bias", np.ones(2)), ("bias", np.ones((1, 4)))]
+
+    def applied(*entries: CheckpointEntry) -> dict[str, Any]:
+        pairs: Any = given
+        for entry in entries:
+            pairs = entry.apply(pairs, shapes)
+        listed = list(pairs)
+        assert len(dict(listed)) == len(listed)
+        return dict(listed)
+
+    found = applied(ZerosFor(r"\.k\.bias$"), SameAs("head", "table"), Only(r"^bias$"))
+    assert found["a.k.bias"].tolist() == [0, 0, 0] and found["b.k.bias"].tolist() == [1, 1]
+    assert found["head"] is table and found["table"] is table
+    assert found["bias"].shape == (4,)
+    given.append(("head", table + 1))
+    assert applied(SameAs("head", "table"))["head"][0, 0] == 1
+    assert "other" not in applied(SameAs("other", "table"))
+    given[-2] = ("bias", np.ones((2, 4)))
+    assert applied(Only(r"^bias$"))["bias"].shape == (2, 4)  # for the layer to refuse

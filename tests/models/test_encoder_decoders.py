@@ -188,6 +188,9 @@ def test_features_of_another_shape_are_refused(tmp_path: Path) -> None:
         ("Marian", {"share_encoder_decoder_embeddings": False}, "share_encoder_decoder_embeddings=false"),
         ("Marian", {"decoder_vocab_size": 50}, "decoder_vocab_size=50"),
         ("Pegasus", {"static_position_embeddings": False}, "static_position_embeddings=false"),
+        ("Pegasus", {"normalize_before": False}, "normalize_before=false"),
+        ("mBART", {"add_final_layer_norm": False}, "add_final_layer_norm=false"),
+        ("mBART", {"static_position_embeddings": True}, "static_position_embeddings=true"),
     ],
 )
 def test_what_is_not_computed_is_refused(family: str, values: Mapping[str, Any], message: str, tmp_path: Path) -> None:
@@ -195,6 +198,12 @@ def test_what_is_not_computed_is_refused(family: str, values: Mapping[str, Any],
     edit_config(tmp_path, **values)
     with pytest.raises(UnsupportedModelError, match=message):
         read_model_config(tmp_path)
+
+
+def test_settings_of_old_files_that_say_what_is_computed(tmp_path: Path) -> None:
+    save(tmp_path, "Pegasus")
+    edit_config(tmp_path, normalize_before=True, normalize_embedding=False, add_final_layer_norm=True)
+    assert read_model_config(tmp_path).architecture == "PegasusForConditionalGeneration"
 
 
 def test_impossible_values_are_refused(tmp_path: Path) -> None:
