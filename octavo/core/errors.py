@@ -25,6 +25,10 @@ class InvalidRequestError(OctavoError, ValueError):
     """A prompt or its sampling parameters cannot be served; only this request fails."""
 
 
+class AudioError(InvalidRequestError):
+    """A recording cannot be read: it is no audio, damaged, empty, or beyond a limit."""
+
+
 class ClientLimitError(OctavoError, RuntimeError):
     """A client has used up what this server gives to one; ``retry_after``: seconds until it may go on."""
 

@@ -1,0 +1,117 @@
+"""Log-mel features of Whisper (Radford et al. 2022, section 2.2), in numpy."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Samples a second of everything in this room.
+SAMPLE_RATE = 16_000
+#: Samples of a Fourier transform, and between two frames.
+N_FFT = 400
+HOP = 160
+#: Samples and frames of a window, which is what an encoder takes.
+WINDOW_SECONDS = 30
+WINDOW_SAMPLES = WINDOW_SECONDS * SAMPLE_RATE
+WINDOW_FRAMES = WINDOW_SAMPLES // HOP
+FRAMES_PER_SECOND = SAMPLE_RATE // HOP
+#: Frames that are transformed at once, so that they stay in a cache.
+_CHUNK = 256
+#: The least power of which a logarithm is taken.
+_SMALLEST = np.float32(1e-10)
+#: Of the mel scale (Slaney's): linear up to 1 kHz, logarithmic above.
+_HERTZ_PER_MEL = 200.0 / 3.0
+_LOG_START = 1000.0
+_LOG_STEP = np.log(6.4) / 27.0
+
+
+def log_mel(audio: NDArray[np.float32], num_mels: int = 80) -> NDArray[np.float32]:
+    """The features of one window.
+
+    Args:
+        audio: float32 [samples] at 16 kHz within [-1, 1]; of more than 30 s the first 30 are taken, and fewer are
+            filled up with silence.
+        num_mels: 80, or 128 of the third large model.
+
+    Returns:
+        float32 [num_mels, 3000].
+    """
+    padded = np.zeros(WINDOW_SAMPLES + N_FFT, np.float64)
+    half, audio = N_FFT // 2, audio[:WINDOW_SAMPLES]
+    padded[half : half + len(audio)] = audio
+    # Frames are centred: the window is reflected at its ends.
+    padded[:half] = padded[2 * half : half : -1]
+    padded[-half:] = padded[-half - 2 : -2 * half - 2 : -1]
+    frames = np.lib.stride_tricks.sliding_window_view(padded, N_FFT)[::HOP]
+    hann = _hann()
+    # The spectrum of silence is known: frames behind the end of a short recording are not transformed.
+    filled = min(WINDOW_FRAMES, (len(audio) + half) // HOP + 1)
+    if len(audio) > WINDOW_SAMPLES - half:  # and is reflected
+        filled = WINDOW_FRAMES
+    power = np.empty((N_FFT // 2 + 1, filled), np.float32)
+    for first in range(0, filled, _CHUNK):
+        chunk = slice(first, min(first + _CHUNK, filled))
+        # In float64: of a loud frame the quiet bands, which count by their logarithm, are below float32's rounding.
+        spectrum = np.fft.rfft(frames[chunk] * hann)
+        power[:, chunk] = (spectrum.real**2 + spectrum.imag**2).T
+    features = np.full((num_mels, WINDOW_FRAMES), _SMALLEST, np.float32)
+    _add_mels(power, num_mels, features[:, :filled])
+    # Its logarithm is several times as fast as that of base 10.
+    np.log(features, out=features)
+    features *= np.float32(1.0 / np.log(10.0))
+    np.maximum(features, features.max() - 8.0, out=features)
+    features += 4.0
+    features /= 4.0
+    return features
+
+
+def _add_mels(power: NDArray[np.float32], num_mels: int, mels: NDArray[np.float32]) -> None:
+    """Sums the power of each triangle, float32 [bins, frames], into ``mels``, float32 [num_mels, frames].
+
+    A bin is in two triangles at most, so that a product of matrices would do forty times the work.
+    """
+    mels[:] = 0.0
+    product = np.empty(power.shape[1], np.float32)
+    for index, mel, weight in _mel_entries(num_mels):
+        np.multiply(power[index], weight, out=product)
+        mels[mel] += product
+    np.maximum(mels, _SMALLEST, out=mels)
+
+
+@lru_cache(maxsize=4)
+def _mel_entries(num_mels: int) -> tuple[tuple[int, int, np.float32], ...]:
+    """What is not zero in the filters: bin, triangle, weight."""
+    filters = mel_filters(num_mels)
+    return tuple((int(index), int(mel), filters[index, mel]) for index, mel in np.argwhere(filters))
+
+
+@lru_cache(maxsize=1)
+def _hann() -> NDArray[np.float64]:
+    """A periodic Hann window [N_FFT]."""
+    return 0.5 - 0.5 * np.cos(2.0 * np.pi * np.arange(N_FFT) / N_FFT)
+
+
+@lru_cache(maxsize=4)
+def mel_filters(num_mels: int) -> NDArray[np.float32]:
+    """Triangles of equal area between 0 and 8 kHz, equidistant on Slaney's mel scale: float32 [bins, num_mels]."""
+    edges = _hertz(np.linspace(_mels(0.0), _mels(SAMPLE_RATE / 2), num_mels + 2))
+    bins = np.linspace(0.0, SAMPLE_RATE / 2, N_FFT // 2 + 1)
+    slopes = edges[None, :] - bins[:, None]
+    widths = np.diff(edges)
+    rising = -slopes[:, :-2] / widths[:-1]
+    falling = slopes[:, 2:] / widths[1:]
+    triangles = np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (edges[2:] - edges[:-2]))
+    return np.ascontiguousarray(triangles, np.float32)
+
+
+def _mels(hertz: float) -> float:
+    if hertz < _LOG_START:
+        return hertz / _HERTZ_PER_MEL
+    return float(_LOG_START / _HERTZ_PER_MEL + np.log(hertz / _LOG_START) / _LOG_STEP)
+
+
+def _hertz(mels: NDArray[np.float64]) -> NDArray[np.float64]:
+    first = _LOG_START / _HERTZ_PER_MEL
+    return np.where(mels < first, mels * _HERTZ_PER_MEL, _LOG_START * np.exp(_LOG_STEP * (mels - first)))
