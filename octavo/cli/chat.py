@@ -119,6 +119,11 @@ def _refuse_base_model(config: EngineConfig) -> None:
     chats = ", ".join(name for name, other in BUILTIN.items() if other.chats)
     if model.embeds:
         raise ConfigError(f"{model.name} makes vectors ('octavo embed {model.name} ...'); take a chat model: {chats}")
+    if model.transcribes:
+        raise ConfigError(
+            f"{model.name} makes texts of recordings ('octavo transcribe FILE --model {model.name}'); take a chat "
+            f"model: {chats}"
+        )
     if model.is_base and config.chat_template is None:
         raise ConfigError(
             f"{model.name} is a base model: it continues texts ('octavo generate {model.name} ...') and answers no "

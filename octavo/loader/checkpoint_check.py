@@ -15,7 +15,8 @@ from octavo.core.dtypes import DType
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.loader.quantized.reader import with_unpacking
-from octavo.loader.weights import DTYPES, Stored, missing_tensors, read_headers, read_safetensors, tensor_problem
+from octavo.loader.stored import DTYPES, Stored
+from octavo.loader.weights import missing_tensors, read_headers, read_safetensors, tensor_problem
 from octavo.models.checkpoint import CheckpointEntry, Pairs, Shapes, without_values
 from octavo.models.sizes import build_without_weights
 

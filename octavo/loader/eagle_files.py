@@ -13,7 +13,8 @@ from octavo.core.model_config import ModelConfig
 from octavo.layers.context import LayerContext
 from octavo.loader.checkpoint_check import refuse_misfits
 from octavo.loader.dummy import dummy_weights
-from octavo.loader.weights import Stored, load_weights, read_headers, read_safetensors
+from octavo.loader.stored import Stored
+from octavo.loader.weights import load_weights, read_headers, read_safetensors
 from octavo.models.checkpoint import Pairs
 from octavo.models.config_files import read_json
 from octavo.models.config_reader import ConfigReader

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.loader.builtin import BUILTIN, fetch_builtin
+from octavo.loader.ctranslate2_magic import MODEL_NAME as CTRANSLATE2_NAME
+from octavo.loader.ctranslate2_magic import is_ctranslate2
 from octavo.loader.gguf_parts import split_paths
 from octavo.loader.model_cache import cache_dir, publish
 from octavo.loader.shapes import SHAPES, shape_folder
@@ -50,6 +52,8 @@ def resolve_model(name: str, *, revision: str | None = None, progress: bool = Tr
         return gguf_folder(path)
     if name in BUILTIN:
         fetched = fetch_builtin(BUILTIN[name], progress=progress)
+        if BUILTIN[name].transcribes:
+            return ctranslate2_folder(fetched.parent, name)
         return fetched.parent if BUILTIN[name].embeds else gguf_folder(fetched, name)
     if name in SHAPES:
         return shape_folder(name)
@@ -67,7 +71,7 @@ def gguf_source(name: str) -> Path | None:
         return None
     if os.path.isfile(path):
         return path
-    return fetch_builtin(BUILTIN[name]) if name in BUILTIN and not BUILTIN[name].embeds else None
+    return fetch_builtin(BUILTIN[name]) if name in BUILTIN and not BUILTIN[name].is_folder else None
 
 
 def weight_quantization(
@@ -118,6 +122,22 @@ def gguf_folder(path: Path, label: str | None = None) -> Path:
     return publish(target, fill)
 
 
+def ctranslate2_folder(path: Path, label: str | None = None) -> Path:
+    """The folder with configuration and tokenizer, as transformers has them, of a model of CTranslate2 in ``path``.
+
+    Its weights are linked.
+    """
+    safe = re.sub(r"[^\w.-]", "_", label or path.resolve().name)[:80]
+    target = cache_dir() / "models" / f"{safe}-{_fingerprint(path.resolve() / CTRANSLATE2_NAME)}"
+
+    def fill(folder: Path) -> None:
+        from octavo.loader.ctranslate2_whisper import write_whisper_folder
+
+        write_whisper_folder(path, folder)
+
+    return publish(target, fill)
+
+
 def _fingerprint(path: Path) -> str:
     """A hash of size, modification time, and 4 KiB at 66 offsets of the file, or of each file of a split model.
 
@@ -138,10 +158,15 @@ def _fingerprint(path: Path) -> str:
 
 def _checked_folder(path: Path) -> Path:
     if (path / "config.json").is_file():
-        return path
+        return ctranslate2_folder(path) if _has_ctranslate2(path) else path
     files = sorted(p.name for p in path.glob("*.gguf"))
     hint = f"; it holds {', '.join(files[:5])}: give the path of that file" if files else ""
     raise ModelNotFoundError(f"the folder {path} has no config.json{hint}; accepted: {_ACCEPTED}")
+
+
+def _has_ctranslate2(folder: Path) -> bool:
+    """Whether a folder is as CTranslate2 makes it: config.json of ``ctranslate2_folder`` names the network, too."""
+    return is_ctranslate2(folder / CTRANSLATE2_NAME) and b'"model_type"' not in (folder / "config.json").read_bytes()
 
 
 def _not_found(name: str) -> str:

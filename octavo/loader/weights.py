@@ -1,4 +1,4 @@
-"""Streams the tensors of a safetensors checkpoint into a network, one at a time.
+"""Streams the tensors of a checkpoint of safetensors, or of CTranslate2, into a network, one at a time.
 
 Files are memory-mapped, and remapped every few MB: the pages of a mapping count as the process's memory until it is
 dropped, which it is when the layers have packed its tensors.
@@ -10,52 +10,27 @@ import json
 import math
 import mmap
 from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from octavo.core.dtypes import DType
 from octavo.core.errors import WeightError
 from octavo.core.untracked import return_freed_memory
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.layers.layer import Layer
+from octavo.loader.ctranslate2_magic import MODEL_NAME, is_ctranslate2
+from octavo.loader.ctranslate2_whisper import whisper_tensors
+from octavo.loader.stored import DTYPES, Stored
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _FLOATS = ("float32", "bfloat16", "float16")
-#: The types of safetensors: the engine's, and those that it reads to refuse or to pass over.
-DTYPES: dict[str, np.dtype[Any]] = {
-    **{dtype.checkpoint_name: dtype.numpy for dtype in DType},
-    "F64": np.dtype(np.float64),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "I16": np.dtype(np.int16),
-    "BOOL": np.dtype(np.bool_),
-}
 #: Largest index that is read, in bytes.
 _MAX_INDEX_BYTES = 64 << 20
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 #: A file is remapped after this many bytes.
 _MAPPED_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor as the header of its file describes it."""
-
-    #: As safetensors names it, such as "I32".
-    dtype: str
-    shape: tuple[int, ...]
-    #: Where it begins in the file.
-    offset: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes; 0 if its type is unknown."""
-        return math.prod(self.shape) * (DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0)
 
 
 def load_weights(
@@ -138,6 +113,8 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 def read_safetensors(folder: Path) -> Generator[tuple[str, np.ndarray]]:
     """The (name, tensor) pairs of model.safetensors, or of the files that model.safetensors.index.json names.
 
+    Where there are none, those of CTranslate2's model.bin under the names of transformers.
+
     A tensor is a view of the mapped file, which stays mapped as long as one of its tensors is held.
 
     Raises:
@@ -156,6 +133,8 @@ def _stored(file: Path, expected: set[str]) -> dict[str, Stored]:
     Raises:
         WeightError: one of ``expected`` is not among them.
     """
+    if file.name == MODEL_NAME:
+        return whisper_tensors(file)
     with safe_open(file, framework="np"):  # checks that sizes and offsets fit each other and the file
         pass
     with file.open("rb") as opened:
@@ -215,6 +194,8 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         return {folder / SINGLE_FILE: set()}
     if (folder / INDEX_FILE).is_file():
         return _indexed_files(folder)
+    if is_ctranslate2(folder / MODEL_NAME):
+        return {folder / MODEL_NAME: set()}
     if len(others := [*folder.glob("*.safetensors")]) == 1:  # such as AutoGPTQ's gptq_model-4bit-128g.safetensors
         return {others[0]: set()}
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))

@@ -147,8 +147,8 @@ class Recording:
                 yield piece
         if taken / self._rate < self.seconds - max(_MISSING_SECONDS, 0.01 * self.seconds):
             raise AudioError(
-                f"{self.name} is cut off: it says that it lasts {self.seconds:.2f} s, and {taken / self._rate:.2f} s can "
-                "be decoded"
+                f"{self.name} is cut off: it says that it lasts {self.seconds:.2f} s, and {taken / self._rate:.2f} s "
+                "can be decoded"
             )
         if not taken:
             raise AudioError(f"{self.name} holds no audio: it has 0 samples")

@@ -16,7 +16,7 @@ from octavo.core.errors import WeightError
 from octavo.core.model_config import QuantizationScheme
 from octavo.kernels.group_rows import GroupQuantizedRows
 from octavo.loader.quantized.packed import FLOATS, bits_of, expect, grouped, two_dimensions, unpack_words
-from octavo.loader.weights import Stored
+from octavo.loader.stored import Stored
 
 
 @dataclass(frozen=True)

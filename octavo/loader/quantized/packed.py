@@ -11,7 +11,7 @@ from octavo.core.dtypes import DType
 from octavo.core.errors import WeightError
 from octavo.core.model_config import QuantizationScheme
 from octavo.kernels.group_rows import GroupQuantizedRows, dequantize_groups
-from octavo.loader.weights import Stored
+from octavo.loader.stored import Stored
 
 #: Types of scales, as safetensors names them.
 FLOATS = ("F16", "BF16", "F32")

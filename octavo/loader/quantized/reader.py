@@ -15,7 +15,7 @@ from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.loader.quantized.compressed import Floats, PackedIntegers, PlainIntegers
 from octavo.loader.quantized.integers import Awq, Gptq
 from octavo.loader.quantized.packed import Method
-from octavo.loader.weights import Stored
+from octavo.loader.stored import Stored
 from octavo.models.checkpoint import (
     CheckpointEntry,
     Pairs,
