@@ -17,6 +17,7 @@ from octavo.core.reasoning import ThinkingBudget
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.structured_outputs import Grammar
+from octavo.core.timestamp_rules import TimestampRules
 from octavo.core.untracked import untracked
 
 _MASK64 = (1 << 64) - 1
@@ -101,6 +102,8 @@ class Generate(Task):
     grammar: Grammar | None = None
     #: Of ``params.thinking_token_budget``.
     thinking_budget: ThinkingBudget | None = None
+    #: Of a transcription.
+    timestamps: TimestampRules | None = None
 
     def __post_init__(self) -> None:
         for ids in (self.stop_token_ids, self.bad_words_ids, self.ignored_eos_ids):

@@ -14,6 +14,7 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.foreign_options import check_keywords
 from octavo.core.reasoning import ReasoningMarks
 from octavo.core.sampling_params import check_number
+from octavo.core.timestamp_rules import TimestampRules
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -48,6 +49,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     visible_tokens: frozenset[int] = frozenset()
     #: How the model marks its reasoning, where it is known better than by its chat template.
     reasoning: ReasoningMarks | None = None
+    #: Of a transcription.
+    timestamps: TimestampRules | None = None
     #: Who asks; clients take turns with what has to be compiled.
     client: str = ""
     #: Of a shared prefix, which samples nothing: the name under which its blocks are pinned once computed.
@@ -77,7 +80,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 DEFAULT_OPTIONS = RequestOptions()
 #: Names of keywords that are fields of ``RequestOptions``, or that stand for one.
-KEYWORDS = {*RequestOptions.__struct_fields__, "prompt_adapter_request"} - {"pin_as", "reasoning"}
+KEYWORDS = {*RequestOptions.__struct_fields__, "prompt_adapter_request"} - {"pin_as", "reasoning", "timestamps"}
 
 
 def check_request_keywords(method: str, keywords: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from octavo.core.reasoning import ReasoningMarks, ThinkingBudget
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
+from octavo.core.timestamp_rules import TimestampRules
 from octavo.engine.encoder_prompts import EncoderPrompts
 from octavo.engine.model_files import ModelFiles
 from octavo.engine.output_processor import RequestState
@@ -36,7 +37,7 @@ _MARK_TOKENS = 16
 #: Options that the front end makes other fields of a core's request of, or needs itself: none of them is sent.
 _RESOLVED: dict[str, Any] = {
     "arrival_time": None, "lora_request": None, "prediction": None, "visible_tokens": frozenset(), "client": "",
-    "reasoning": None,
+    "reasoning": None, "timestamps": None,
 }  # fmt: skip
 
 
@@ -114,7 +115,8 @@ class InputProcessor:
         limit = self._max_tokens(params.max_tokens, len(token_ids), virtual)
         fitted = params if limit is params.max_tokens else msgspec.structs.replace(params, max_tokens=limit)
         thinking = self._thinking_budget(params, options.reasoning, text, token_ids)
-        task = self._task(fitted, thinking, num_forced=0 if split is None else split["num_forced"])
+        num_forced = 0 if split is None else split["num_forced"]
+        task = self._task(fitted, thinking, options.timestamps, num_forced=num_forced)
         encoder_input = None if split is None else split.get("encoder_input")
         group = self.core_request(token_ids, task, arrival, options, adapter, predicted, encoder_input)
         if isinstance(params, BeamSearchParams):  # its hypotheses are shown as completions
@@ -188,7 +190,11 @@ class InputProcessor:
         return ThinkingBudget(most, start, end, marks.opened_by(before))
 
     def _task(
-        self, params: SamplingParams | BeamSearchParams, thinking: ThinkingBudget | None = None, num_forced: int = 0
+        self,
+        params: SamplingParams | BeamSearchParams,
+        thinking: ThinkingBudget | None = None,
+        timestamps: TimestampRules | None = None,
+        num_forced: int = 0,
     ) -> Generate | Beam:
         if isinstance(params, BeamSearchParams):
             self.tokenizer.check_can_decode()
@@ -213,7 +219,7 @@ class InputProcessor:
             params = msgspec.structs.replace(params, structured_outputs=None)  # the core takes the grammar alone
             if not grammar.begin_after:
                 thinking = None  # the form is all there is
-        return Generate(params, seed, sorted(stops), bad_words, ignored, grammar, thinking)
+        return Generate(params, seed, sorted(stops), bad_words, ignored, grammar, thinking, timestamps)
 
     def read_prompt(self, prompt: Prompt | Any) -> tuple[str | None, list[int]]:
         """The text (if there is one) and the token ids of a prompt in any of its forms, as an encoder reads it."""

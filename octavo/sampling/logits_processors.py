@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from abc import ABC, abstractmethod
 from typing import Any, Self
 
 import numpy as np
@@ -22,49 +21,12 @@ from octavo.core.sampling_params import LogitsProcessor, SamplingParams
 from octavo.kernels.sampling import pack_mask
 from octavo.sampling.grammar_mask import GrammarMask
 from octavo.sampling.sampler_outputs import RowError
+from octavo.sampling.sequence_processor import LogitsEdit, TokenMask
 from octavo.sampling.thinking_mask import ThinkingMask
+from octavo.sampling.timestamp_edit import TimestampEdit
 
 NO_PLUGINS = LogitsPlugins()
 _LARGEST = float(np.finfo(np.float32).max)
-
-
-class SequenceProcessor:
-    """A processor of one sequence (``LogitsProcessor`` is a user's callable).
-
-    It is called with the known tokens, int32 [n], prompt included. Each call has all tokens of the call before, so a
-    stateful processor may count the new ones only.
-    """
-
-    #: Whether it reads the token ids; if not, only their number matters and the ids may be unknown yet.
-    reads_tokens = False
-
-    def fork(self) -> Self:
-        """A processor for a copy of the sequence; the same one if it has no state."""
-        return self
-
-
-class LogitsEdit(SequenceProcessor, ABC):
-    """Changes a row of logits on the host."""
-
-    @abstractmethod
-    def apply(self, logits: NDArray[np.float32], token_ids: NDArray[np.int32]) -> None:
-        """Edits logits [vocab_size] in place.
-
-        Raises:
-            RowError: the sequence cannot continue.
-        """
-
-
-class TokenMask(SequenceProcessor, ABC):
-    """Restricts the next token to some tokens."""
-
-    @abstractmethod
-    def bitmask(self, token_ids: NDArray[np.int32]) -> NDArray[np.uint32] | None:
-        """The tokens allowed next, packed (see ``mask_words``) and not to be modified; None allows all.
-
-        Raises:
-            RowError: the sequence cannot continue.
-        """
 
 
 class LogitsProcessors:
@@ -92,6 +54,10 @@ class LogitsProcessors:
         self._masks: list[TokenMask] = []
         if custom:
             self._edits.append(CustomProcessors(custom, token_ids[:num_prompt], vocab_size))
+        #: Whether logprobs are those of the edited logits, and not of the model's own.
+        self.scores_edited = task.timestamps is not None
+        if task.timestamps is not None:
+            self._edits.append(TimestampEdit(task.timestamps, num_prompt, vocab_size))
         banned = _in_vocabulary([word[0] for word in task.bad_words_ids if len(word) == 1], vocab_size)
         if params.allowed_token_ids is not None or len(banned):
             self._masks.append(AllowedTokens(params.allowed_token_ids, banned, vocab_size))

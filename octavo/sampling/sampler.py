@@ -197,12 +197,13 @@ class Sampler:
             tokens, which = backend.choose(logits, self._filters[rows], keys), np.flatnonzero(scored)
             return self._pending(tokens, None, self._logprobs(tokens, logits, which, which, counts, rows))
         processed = [i for i, row in enumerate(row_list) if row in self._processors]
-        changed = np.array([i for i in processed if scored[i]], np.int64)
+        edited = [i for i in processed if scored[i] and not self._processors[row_list[i]].scores_edited]
+        changed = np.array(edited, np.int64)
         # Logprobs are computed from the model's logits: rows that are about to be changed are copied.
         originals = backend.copy_rows(logits, changed) if len(changed) else logits
         failed, mask = self._process(logits, row_list, positions.tolist(), processed)
         tokens = backend.choose(logits, self._filters[rows], keys, mask)
-        scored[processed] = False
+        scored[edited] = False
         unchanged = np.flatnonzero(scored)
         found = self._logprobs(tokens, logits, unchanged, unchanged, counts, rows)
         found += self._logprobs(tokens, originals, np.arange(len(changed)), changed, counts, rows)
