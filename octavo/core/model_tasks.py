@@ -21,13 +21,15 @@ _OF_LANGUAGE_MODELS: dict[str, tuple[str, ...]] = {
 
 
 def model_tasks(config: ModelConfig, task: str = "auto") -> tuple[str, ...]:
-    """The tasks of a model: "generate" and those of ``PoolingTask``. ``task`` is the option of this name.
+    """The tasks of a model: "generate", "transcribe" and those of ``PoolingTask``. ``task`` is the option of this name.
 
     Raises:
         ConfigError: the model cannot be used for the task.
     """
-    if config.head == "lm" and config.pooler.is_from_files:  # a language model that was trained for vectors
-        tasks: tuple[str, ...] = ("embed", "token_embed", "score", "generate")
+    if config.encoder_facts is not None:
+        tasks: tuple[str, ...] = ("transcribe",) if config.encoder_facts.takes_audio else ("generate",)
+    elif config.head == "lm" and config.pooler.is_from_files:  # a language model that was trained for vectors
+        tasks = ("embed", "token_embed", "score", "generate")
     else:
         tasks = _BY_HEAD[config.head]
     if config.head == "sequence" and len(config.labels) == 1:

@@ -20,10 +20,14 @@ from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.core.stats import SchedulerStats, sum_stats
 from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.async_transcription import AsyncTranscription
 from octavo.engine.replica import ReplicaState
 from octavo.engine.shared_prefixes import SharedPrefix, request_id_of
 from octavo.engine.tokenizer import Tokenizer
 from octavo.executor.worker import function_name
+from octavo.speech.audio_files import DEFAULT_LIMITS, Audio, AudioLimits, OpenedAudio
+from octavo.speech.segments import Segment, Transcription
+from octavo.speech.transcription_params import TranscriptionParams
 
 #: What becomes of open requests, see ``AsyncLLM.pause_generation``.
 PauseMode = Literal["abort", "wait", "keep"]
@@ -88,6 +92,35 @@ class AsyncLLM(AsyncEngine):
         with contextlib.closing(stream):
             output: Any = await anext(stream)
         return output
+
+    async def transcribe(
+        self,
+        request_id: str,
+        audio: Audio | OpenedAudio,
+        params: TranscriptionParams | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        *,
+        limits: AudioLimits = DEFAULT_LIMITS,
+        scores: bool = False,
+        **keywords: Any,
+    ) -> AsyncGenerator[Segment | Transcription, None]:
+        """Iterates over the segments of a recording as they are certain, and at last over all of it.
+
+        Its windows are requests of the engine with its priority and arrival; if the iteration is left, they end.
+        ``audio``, ``params`` and ``limits`` as in ``LLM.transcribe``; of an opened one only ``pieces`` is called.
+        ``scores``: segments have ``no_speech_prob`` although nothing depends on it.
+
+        Raises:
+            InvalidRequestError: the model does not read sound or cannot do what is asked, or as ``Recording``.
+            WorkerError: the engine failed at a window.
+            EngineDeadError, EngineStateError: as for ``submit``.
+        """
+        await self.ready()
+        options = options_from_keywords("transcribe", keywords, options)
+        run = AsyncTranscription(self, request_id, params or TranscriptionParams(), options, scores)
+        async with contextlib.aclosing(run.hear(audio, limits)) as made:
+            async for part in made:
+                yield part
 
     # --- adapters ---------------------------------------------------------------------------------------------------
 

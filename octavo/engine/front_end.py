@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,6 +24,7 @@ from octavo.engine.model_files import ModelFiles
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.pooling_inputs import PoolingInputs
 from octavo.engine.shared_prefixes import SharedPrefixes
+from octavo.engine.speech_requests import SpeechRequests
 
 #: What a request asks for.
 Params = SamplingParams | BeamSearchParams | PoolingParams
@@ -52,6 +54,16 @@ class FrontEnd:
         self.prefixes = SharedPrefixes(files.options, self.inputs)
         #: By name: held while an adapter is read.
         self._adapter_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @cached_property
+    def speech(self) -> SpeechRequests:
+        """What the model's files say of speech.
+
+        Raises:
+            InvalidRequestError: the model does not read sound.
+            ConfigError: its files do not say what its tokens mean.
+        """
+        return SpeechRequests(self.files)
 
     async def prepare(
         self, prompt: Prompt, params: Params | None, options: RequestOptions
@@ -121,7 +133,9 @@ class FrontEnd:
         if isinstance(params, PoolingParams):
             request = self.pooling.process(request_id, prompt, params, options, adapter)
         else:
-            self.pooling.require("generate")
+            # What is heard and said are the requests of a transcription.
+            hears = isinstance(prompt, Mapping) and prompt.get("encoder_input") is not None
+            self.pooling.require("transcribe" if hears and "transcribe" in self.pooling.tasks else "generate")
             params = params if params is not None else self.inputs.default_params()
             request = self.inputs.process(request_id, prompt, params, options, adapter)
         if self._sends:

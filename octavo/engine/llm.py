@@ -23,6 +23,7 @@ from octavo.engine.progress import Bar, Progress
 from octavo.engine.prompt_lists import is_single, refused
 from octavo.engine.stat_loggers import StatLogger
 from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.transcription_calls import TranscriptionCalls
 
 #: Seconds between status lines with ``disable_log_stats=False``.
 STATUS_INTERVAL = 10.0
@@ -33,8 +34,8 @@ Conversation = Sequence[Message] | Message | str
 Params = SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None
 
 
-class LLM(LLMEngine, PoolingCalls):
-    """A model ready to generate, or to make vectors and scores (``PoolingCalls``).
+class LLM(LLMEngine, PoolingCalls, TranscriptionCalls):
+    """A model ready to generate, to make vectors and scores (``PoolingCalls``), or texts (``TranscriptionCalls``).
 
     >>> llm = LLM(model="smollm2-135m")
     >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].outputs[0].text

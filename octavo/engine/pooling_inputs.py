@@ -221,6 +221,7 @@ class PoolingInputs:
 
 _VERBS = {
     "generate": "generate text",
+    "transcribe": "transcribe recordings",
     "embed": "embed",
     "token_embed": "embed tokens",
     "classify": "classify",

@@ -14,16 +14,20 @@ from octavo.core.pooling_outputs import PoolingRequestOutput
 Bar = bool | Callable[..., Any]
 
 
+def make_bar(bar: Bar, **options: Any) -> Any:
+    """A bar of tqdm with these arguments, hidden if ``bar`` says so, or what ``bar`` makes of them."""
+    from tqdm import tqdm
+
+    make: Callable[..., Any] = bar if callable(bar) else functools.partial(tqdm, disable=not bar)
+    return make(dynamic_ncols=True, **options)
+
+
 class Progress:
     """Owns a bar of prompts done, with the tokens a second so far."""
 
     def __init__(self, bar: Bar, total: int | None, done: int) -> None:
         """``total``: prompts, if their number is known; ``done``: those that were refused at once."""
-        from tqdm import tqdm
-
-        options: dict[str, Any] = {"total": total, "initial": done, "desc": "Prompts", "dynamic_ncols": True}
-        make_bar: Callable[..., Any] = bar if callable(bar) else functools.partial(tqdm, disable=not bar)
-        self._bar: Any = make_bar(**options)
+        self._bar: Any = make_bar(bar, total=total, initial=done, desc="Prompts")
         self._start = time.perf_counter()
         self._tokens_in = self._tokens_out = 0
 

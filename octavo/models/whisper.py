@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from octavo.core.encoder_input import AUDIO
 from octavo.core.errors import InvalidRequestError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.arrays import Array
@@ -16,6 +17,7 @@ from octavo.models.bart import BART_NAMES, encoder_decoder_config
 from octavo.models.checkpoint import Drop, Rename, ZerosFor
 from octavo.models.config_reader import ConfigReader
 from octavo.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from octavo.speech.log_mel import log_mel
 
 #: Kind of an encoder input: log-mel features as transformers' extractor gives them, float32 [channels, frames].
 FEATURES = "features"
@@ -53,6 +55,8 @@ class WhisperForConditionalGeneration(EncoderDecoder):
     def prepare_input(cls, config: ModelConfig, kind: str, payload: bytes) -> np.ndarray:
         """See ``EncoderDecoder``; of features, or of the sound that they are made of."""
         assert isinstance(config, WhisperConfig)
+        if kind == AUDIO:
+            return convolution_rows(log_mel(np.frombuffer(payload, "<f4"), config.channels).T)
         if kind != FEATURES:
             raise InvalidRequestError(f"{config.architecture} hears sound, and reads no {kind}")
         features = np.frombuffer(payload, "<f4")

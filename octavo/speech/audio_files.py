@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from octavo.speech.resampling import Resampler
 
 #: What is taken for a recording.
 AudioSource = str | os.PathLike[str] | bytes | BinaryIO
+#: Or samples in memory: floats at 16 kHz, or with their rate.
+Audio = AudioSource | NDArray[Any] | tuple[NDArray[Any], int]
 ACCEPTED = "wav, flac, ogg (Vorbis or Opus) and mp3 are read"
 #: Seconds that are decoded at once, which bounds what a long recording takes in memory.
 _PIECE_SECONDS = 10
@@ -36,13 +39,42 @@ class AudioLimits:
     max_seconds: float = 4 * 3600.0
 
 
-class Recording:
+DEFAULT_LIMITS = AudioLimits()
+
+
+class OpenedAudio(ABC):
+    """Mono audio at 16 kHz, in pieces."""
+
+    #: As the source says; a codec may be wrong by a few milliseconds.
+    seconds: float
+
+    @abstractmethod
+    def pieces(self) -> Iterator[NDArray[np.float32]]:
+        """The audio from the beginning, float32 [n] at 16 kHz, in pieces of some seconds; once.
+
+        Raises:
+            AudioError: it is damaged or cut off, longer than it said and than allowed, or has samples that are not
+                finite numbers.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives up what it holds; pieces can no longer be taken."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Recording(OpenedAudio):
     """An opened recording, decoded as its pieces are taken.
 
     Owns the file that it was opened from; ``close`` it, or use it as a context manager.
     """
 
-    def __init__(self, source: AudioSource, limits: AudioLimits = AudioLimits(), name: str | None = None) -> None:
+    def __init__(self, source: AudioSource, limits: AudioLimits = DEFAULT_LIMITS, name: str | None = None) -> None:
         """``name``: what errors call it; None: the path, or "the recording".
 
         Raises:
@@ -58,19 +90,12 @@ class Recording:
             self._stream.close()
             raise
         self._rate = self._file.samplerate
-        #: As the file says; a codec may be wrong by a few milliseconds.
-        self.seconds: float = self._file.frames / self._rate
+        self.seconds = self._file.frames / self._rate
 
     def close(self) -> None:
-        """Closes the file; pieces can no longer be taken."""
+        """See ``OpenedAudio``."""
         self._file.close()
         self._stream.close()
-
-    def __enter__(self) -> Recording:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _opened(self, source: AudioSource) -> BinaryIO:
         if isinstance(source, bytes):
@@ -128,12 +153,7 @@ class Recording:
         return AudioError(f"{self.name} {what}; at most {self._limits.max_seconds:g} s are taken")
 
     def pieces(self) -> Iterator[NDArray[np.float32]]:
-        """The audio from the beginning, float32 [n] at 16 kHz, in pieces of some seconds; once.
-
-        Raises:
-            AudioError: it is damaged or cut off, longer than it said and than allowed, or has samples that are not
-                finite numbers.
-        """
+        """See ``OpenedAudio``."""
         resampler = Resampler(self._rate, SAMPLE_RATE)
         taken = 0
         while True:
@@ -166,6 +186,58 @@ class Recording:
         if not np.isfinite(mono).all():
             raise AudioError(f"{self.name} has samples that are not finite numbers")
         return mono
+
+
+class Samples(OpenedAudio):
+    """A recording that is in memory already."""
+
+    def __init__(self, samples: Any, rate: int = SAMPLE_RATE, limits: AudioLimits = DEFAULT_LIMITS) -> None:
+        """``samples``: [n], or [n, channels], numbers of any kind of float within [-1, 1].
+
+        Raises:
+            AudioError: they are something else, are none, or beyond a limit.
+        """
+        values = np.asarray(samples)
+        if values.ndim not in (1, 2) or not np.issubdtype(values.dtype, np.floating):
+            raise AudioError(f"samples must be floats of shape [n] or [n, channels], not {values.dtype} {values.shape}")
+        if isinstance(rate, bool) or not isinstance(rate, int | np.integer) or not _RATES[0] <= rate <= _RATES[1]:
+            raise AudioError(f"samples must have a rate from {_RATES[0]} to {_RATES[1]} a second, not {rate!r}")
+        if not len(values):
+            raise AudioError("the recording holds no audio: it has 0 samples")
+        mono = values if values.ndim == 1 else values.mean(axis=1)
+        self._mono, self._rate = mono.astype(np.float32, copy=False), int(rate)
+        if not np.isfinite(self._mono).all():
+            raise AudioError("the recording has samples that are not finite numbers")
+        self.seconds = len(mono) / self._rate
+        if self.seconds > limits.max_seconds:
+            raise AudioError(f"the recording lasts {self.seconds:.0f} s; at most {limits.max_seconds:g} s are taken")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def pieces(self) -> Iterator[NDArray[np.float32]]:
+        """See ``OpenedAudio``."""
+        resampler, size = Resampler(self._rate, SAMPLE_RATE), _PIECE_SECONDS * self._rate
+        for start in range(0, len(self._mono), size):
+            if len(piece := resampler.feed(self._mono[start : start + size])):
+                yield piece
+        if len(piece := resampler.finish()):
+            yield piece
+
+
+def open_audio(audio: Audio, limits: AudioLimits = DEFAULT_LIMITS, name: str | None = None) -> OpenedAudio:
+    """A recording given as path, bytes, opened file, samples at 16 kHz, or (samples, rate).
+
+    Raises:
+        AudioError, ConfigError: see ``Recording`` and ``Samples``.
+    """
+    if isinstance(audio, tuple):
+        if len(audio) != 2:
+            raise AudioError(f"samples with their rate are a pair, not {len(audio)} values")
+        return Samples(audio[0], audio[1], limits)
+    if isinstance(audio, str | os.PathLike | bytes) or hasattr(audio, "read"):
+        return Recording(cast(AudioSource, audio), limits, name)
+    return Samples(audio, SAMPLE_RATE, limits)
 
 
 def _soundfile() -> Any:

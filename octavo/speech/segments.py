@@ -58,6 +58,8 @@ class Transcription:
     #: Tokens computed: those before answers, and those of answers.
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    #: Why there is no text, of one of several recordings that failed alone.
+    error: str | None = None
 
 
 @dataclass(frozen=True)

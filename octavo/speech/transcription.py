@@ -46,10 +46,15 @@ class Listen:
 
 
 @dataclass(frozen=True)
-class Probe:
-    """Asks for probabilities of the first token after the start token: by token, of ``tokens``."""
+class Language:
+    """Asks which of these tokens is the likeliest after the start token: a token."""
 
     tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Asks for the probability of the token that says that nothing is said, after the start token: a float."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,8 @@ class Align:
     tokens: list[int]
 
 
-Ask = Listen | Probe | Decode | Align | Segment
-#: Answers are sent: int, dict[int, float], Answer, (array, array), or None for a segment, which asks nothing.
+Ask = Listen | Language | Silence | Decode | Align | Segment
+#: Answers are sent: see each; None for a segment, which asks nothing.
 Loop = Generator[Ask, Any, Transcription]
 
 
@@ -131,7 +136,10 @@ class _Transcriber:
 
     def _context(self, text: str | None) -> list[int]:
         """Tokens of a text that comes before."""
-        return self._codec.encode(" " + text.strip()) if text and text.strip() else []
+        if not text or not text.strip():
+            return []
+        # Special tokens that are written out in it are left out.
+        return text_ids(self._codec.encode(" " + text.strip()), self._known)
 
     def run(self) -> Loop:
         params, known = self._params, self._known
@@ -159,8 +167,8 @@ class _Transcriber:
         """The language of the window."""
         known = self._known
         state.prompt_tokens += 1
-        found: dict[int, float] = yield Probe(list(known.languages.values()))
-        return max(known.languages, key=lambda code: found[known.languages[code]])
+        found: int = yield Language(list(known.languages.values()))
+        return next(code for code, token in known.languages.items() if token == found)
 
     def _window(self, state: _State, start: int, samples: int) -> Generator[Ask, Any, int]:
         """Transcribes a window; returns the samples after which the next one begins."""
@@ -225,8 +233,7 @@ class _Transcriber:
             scored = _Scored(answer.tokens, temperature, mean, compression_ratio(text))
             tried.append(scored)
             if silence is None and self._asks_for_silence(scored):
-                found: dict[int, float] = yield Probe([self._known.no_speech])
-                silence = found[self._known.no_speech]
+                silence = yield Silence()
                 state.prompt_tokens += 1
             scored.no_speech = silence
             if self._looks_right(scored) or self._is_silent(scored):

@@ -11,7 +11,7 @@ import numpy as np
 from octavo.speech.log_mel import SAMPLE_RATE, WINDOW_SAMPLES
 from octavo.speech.segments import Segment, Transcription
 from octavo.speech.speech_tokens import SpeechTokens
-from octavo.speech.transcription import Align, Answer, Ask, Codec, Decode, Listen, Loop, Probe
+from octavo.speech.transcription import Align, Answer, Ask, Codec, Decode, Language, Listen, Loop, Silence
 
 #: Ids below are those of letters.
 KNOWN = SpeechTokens(
@@ -62,8 +62,10 @@ class FakeModel:
             return max(0, min(WINDOW_SAMPLES, round(self.duration * SAMPLE_RATE) - ask.start))
         if isinstance(ask, Decode):
             return self.answer(self.start / SAMPLE_RATE, ask.temperature)
-        if isinstance(ask, Probe):
-            return {token: self.no_speech if token == 313 else float(token == self.language) for token in ask.tokens}
+        if isinstance(ask, Language):
+            return self.language
+        if isinstance(ask, Silence):
+            return self.no_speech
         if isinstance(ask, Align):
             weights = np.full((2, len(ask.tokens), 1500), 1e-4, np.float32)
             for i in range(len(ask.tokens)):

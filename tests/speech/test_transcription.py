@@ -8,7 +8,7 @@ import pytest
 
 from octavo.core.errors import InvalidRequestError
 from octavo.speech.segments import cut_answer
-from octavo.speech.transcription import Answer, Probe, transcribe
+from octavo.speech.transcription import Answer, Language, Silence, transcribe
 from octavo.speech.transcription_params import TranscriptionParams
 from tests.speech.fake_speech import CODEC, KNOWN, MULTILINGUAL, TIME, FakeModel, said
 
@@ -150,7 +150,7 @@ def test_silence_is_asked_for_where_something_depends_on_it() -> None:
     model = FakeModel(5.0, lambda start, t: good(said(" Text.", 0.0, 5.0)), no_speech=0.25)
     _, segments = run(model)
     assert segments[0].no_speech_prob is None
-    assert not any(isinstance(ask, Probe) for ask in model.asked)
+    assert Silence() not in model.asked
     _, segments = run(model, scores=True)
     assert segments[0].no_speech_prob == 0.25
 
@@ -159,7 +159,7 @@ def test_the_language_is_detected_once() -> None:
     model = FakeModel(45.0, lambda start, t: good(said(" Text.", 0.0, 30.0)), language=303)
     made, _ = run(model, MULTILINGUAL)
     assert made.language == "de"
-    assert [ask for ask in model.asked if isinstance(ask, Probe)] == [Probe([302, 303, 304])]
+    assert [ask for ask in model.asked if isinstance(ask, Language)] == [Language([302, 303, 304])]
     assert model.decodes[0].prompt == [301, 303, 311]
     assert model.decodes[1].prompt[-3:] == [301, 303, 311]
 

@@ -1,0 +1,145 @@
+"""What the loop of a transcription asks, as requests of an engine, and their outputs as its answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.core.encoder_input import EncoderInput
+from octavo.core.errors import InvalidRequestError, WorkerError
+from octavo.core.model_config import ModelConfig
+from octavo.core.outputs import RequestOutput
+from octavo.core.prompts import Prompt
+from octavo.core.request_options import RequestOptions
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.model_files import ModelFiles
+from octavo.engine.tokenizer import Tokenizer
+from octavo.speech.segments import Segment
+from octavo.speech.speech_tokens import SpeechTokens, read_speech_tokens
+from octavo.speech.transcription import Align, Answer, Ask, Decode, Language, Listen, Loop, Silence, transcribe
+from octavo.speech.transcription_params import TranscriptionParams
+
+#: A logprob below it is that of a token that cannot be; its exponential is 0.
+_LEAST_LOGPROB = -700.0
+
+
+@dataclass(frozen=True)
+class SpeechRequest:
+    """What to submit: prompt, parameters, options."""
+
+    prompt: Prompt
+    params: SamplingParams
+    options: RequestOptions
+
+
+class SpeechCodec:
+    """Texts and tokens, without special ones."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """See ``Codec``."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, tokens: list[int]) -> str:
+        """See ``Codec``."""
+        return self._tokenizer.decode(tokens) if tokens else ""
+
+
+class SpeechRequests:
+    """Of one model, whose special tokens it owns."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        """Reads the model's files.
+
+        Raises:
+            InvalidRequestError: the model does not read sound.
+            ConfigError: its files do not say what its tokens mean.
+        """
+        check_hears(files.model_config, files.options.model)
+        self._config = files.model_config
+        self.known: SpeechTokens = read_speech_tokens(files.folder)
+        self.codec = SpeechCodec(files.tokenizer)
+
+    def loop(self, params: TranscriptionParams, *, scores: bool = False) -> Loop:
+        """See ``transcribe``."""
+        return transcribe(params, self.known, self.codec, scores=scores)
+
+    def hear(self, audio: NDArray[np.float32]) -> EncoderInput:
+        """A window, float32 [n] at 16 kHz, as what all requests about it share."""
+        facts = self._config.encoder_facts
+        assert facts is not None
+        return EncoderInput.of_audio(audio, facts.audio_tokens)
+
+    def request(self, ask: Ask, heard: EncoderInput, options: RequestOptions) -> SpeechRequest:
+        """The request that answers a question about a window."""
+        start = [self.known.start]
+        if isinstance(ask, Decode):
+            params = SamplingParams(
+                temperature=ask.temperature, max_tokens=ask.max_tokens, seed=ask.seed, logprobs=0, detokenize=False
+            )
+            options = msgspec.structs.replace(options, timestamps=self.known.rules(has_times=ask.has_times))
+            return SpeechRequest(_prompt(ask.prompt, heard), params, options)
+        if isinstance(ask, Language):
+            params = SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=ask.tokens, detokenize=False)
+        elif isinstance(ask, Silence):
+            listed = [self.known.no_speech]
+            params = SamplingParams(temperature=0.0, max_tokens=1, logprob_token_ids=listed, detokenize=False)
+        else:
+            assert isinstance(ask, Align)
+            raise InvalidRequestError("word_timestamps must be False: this engine does not give attention weights")
+        return SpeechRequest(_prompt(start, heard), params, options)
+
+    def answer(self, ask: Ask, output: RequestOutput) -> Any:
+        """What a finished request says.
+
+        Raises:
+            WorkerError: it has failed.
+        """
+        made = output.outputs[0]
+        if made.finish_reason not in ("stop", "length"):
+            raise WorkerError(made.error or f"the request ended: {made.finish_reason}")
+        if isinstance(ask, Decode):
+            tokens = list(made.token_ids)
+            if tokens[-1:] == [self.known.end]:
+                tokens.pop()
+            return Answer(tokens, made.cumulative_logprob or 0.0)
+        if isinstance(ask, Language):
+            return made.token_ids[0]
+        assert isinstance(ask, Silence)
+        assert made.logprobs is not None
+        return math.exp(max(_LEAST_LOGPROB, made.logprobs[0][self.known.no_speech].logprob))
+
+
+def check_hears(config: ModelConfig, name: str) -> None:
+    """Refuses a model that does not read sound.
+
+    Raises:
+        InvalidRequestError: naming it.
+    """
+    if config.encoder_facts is None or not config.encoder_facts.takes_audio:
+        raise InvalidRequestError(
+            f"the model {name!r} ({config.architecture}) cannot transcribe: it reads text; whisper-tiny.en, which is "
+            "built in, reads sound"
+        )
+
+
+def with_arrival(options: RequestOptions, now: float) -> RequestOptions:
+    """The options with the moment from which all windows of a recording count, if they name none."""
+    return options if options.arrival_time is not None else msgspec.structs.replace(options, arrival_time=now)
+
+
+def _prompt(tokens: list[int], heard: EncoderInput) -> Mapping[str, Any]:
+    return {"prompt_token_ids": tokens, "encoder_input": heard, "num_forced": 0}
+
+
+def asks_engine(ask: Ask) -> bool:
+    """Whether a question is the engine's to answer."""
+    return not isinstance(ask, Listen | Segment)
