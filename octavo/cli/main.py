@@ -38,6 +38,7 @@ COMMANDS = {
     "generate": "complete prompts, all of them as one batch",
     "chat": "talk with a model in the terminal",
     "serve": "serve a model over HTTP, under the routes of the OpenAI API",
+    "transcribe": "write what is said in recordings, as text or subtitles",
     "embed": "write the vectors of texts, of a file of any size",
     "rerank": "sort texts by how well they fit a query",
     "batch": "answer a file of requests in the OpenAI API's batch format",

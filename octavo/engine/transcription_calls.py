@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -53,7 +53,8 @@ class TranscriptionCalls(ABC):
     """What ``LLM`` does with recordings; the steps are the engine's."""
 
     front_end: FrontEnd
-    _ids: itertools.count[int]
+    #: Numbers in the names of its requests.
+    _windows = itertools.count()
 
     @abstractmethod
     def add_request(
@@ -83,6 +84,7 @@ class TranscriptionCalls(ABC):
         *,
         use_tqdm: Bar = True,
         limits: AudioLimits = DEFAULT_LIMITS,
+        on_end: Callable[[int, Transcription], object] | None = None,
         **keywords: Any,
     ) -> list[Transcription]:
         """What is said in recordings, one or many, of any length.
@@ -100,6 +102,7 @@ class TranscriptionCalls(ABC):
             params: one for all, or one for each.
             use_tqdm: shows a progress bar of seconds of audio, or what makes one in place of ``tqdm.tqdm``.
             limits: what each may have at most.
+            on_end: called with the number of a recording of a list, and what became of it, as soon as it has ended.
             keywords: see ``LLM``.
 
         Raises:
@@ -109,14 +112,17 @@ class TranscriptionCalls(ABC):
         check_request_keywords("transcribe", keywords)
         is_single = not isinstance(audio, list)
         many = [cast(Audio, audio)] if is_single else list(cast("Sequence[Audio]", audio))
-        each: list[Any] = (
-            [*params] if isinstance(params, list | tuple) else [params or TranscriptionParams()] * len(many)
-        )
+        one = params or TranscriptionParams()
+        each: list[Any] = [*one] if isinstance(one, list | tuple) else [one] * len(many)
         if len(each) != len(many):
             raise InvalidRequestError(f"params must be one, or one for each of {len(many)} recordings, not {len(each)}")
         now = time.monotonic()
         options = [with_arrival(options, now) for options in options_for_each("transcribe", keywords, len(many))]
-        return _Batch(self, many, each, options, limits, is_single).run(use_tqdm)
+        return _Batch(self, many, each, options, limits, None if is_single else on_end or _nothing).run(use_tqdm)
+
+
+def _nothing(number: int, made: Transcription) -> None:
+    """Of lists whose caller waits for all."""
 
 
 class _Batch:
@@ -129,11 +135,12 @@ class _Batch:
         params: Sequence[TranscriptionParams],
         options: Sequence[RequestOptions],
         limits: AudioLimits,
-        is_single: bool,
+        on_end: Callable[[int, Transcription], object] | None,
     ) -> None:
+        """``on_end``: None of a recording that is alone."""
         self._engine, self._speech = engine, engine.front_end.speech
         self._audio, self._params, self._options = audio, params, options
-        self._limits, self._is_single = limits, is_single
+        self._limits, self._on_end = limits, on_end
         self._made: list[Transcription | None] = [None] * len(audio)
         self._active: dict[str, _Run] = {}
         for each in params:  # before anything is read
@@ -204,8 +211,8 @@ class _Batch:
                     return
                 answer = self._listen(run, ask) if isinstance(ask, Listen) else None
         except StopIteration as end:
-            self._made[run.number] = end.value
             self._end(run)
+            self._keep(run.number, end.value)
         except OctavoError as e:
             self._end(run)
             self._fail(run.number, e)
@@ -222,7 +229,7 @@ class _Batch:
         if run.heard is None:
             assert run.pending is not None
             run.heard = self._speech.hear(run.pending)
-        request, request_id = self._speech.request(ask, run.heard, run.options), f"audio-{next(self._engine._ids)}"
+        request, request_id = self._speech.request(ask, run.heard, run.options), f"audio-{next(self._engine._windows)}"
         self._engine.add_request(request_id, request.prompt, request.params, request.options, streaming=False)
         run.ask = ask
         self._active[request_id] = run
@@ -232,6 +239,11 @@ class _Batch:
         self._bar.update(round(run.seconds - run.done, 1))
 
     def _fail(self, number: int, error: OctavoError) -> None:
-        if self._is_single or isinstance(error, ConfigError):
+        if self._on_end is None or isinstance(error, ConfigError):
             raise error
-        self._made[number] = Transcription("", "", 0.0, error=str(error))
+        self._keep(number, Transcription("", "", 0.0, error=str(error)))
+
+    def _keep(self, number: int, made: Transcription) -> None:
+        self._made[number] = made
+        if self._on_end is not None:
+            self._on_end(number, made)

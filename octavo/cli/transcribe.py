@@ -1,0 +1,148 @@
+"""``octavo transcribe``: texts and subtitles of recordings."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.cli.engine_flags import add_engine_flags, add_verbose_flag, apply_verbosity, read_engine_config
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, write_json
+from octavo.core.config_sources import configured_model
+from octavo.core.errors import ConfigError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from octavo.speech.segments import Transcription
+    from octavo.speech.transcription_params import TranscriptionParams
+
+#: What is taken where nothing names a model.
+DEFAULT_MODEL = "whisper-tiny.en"
+#: ``--format`` -> ending of a file.
+ENDINGS = {"text": "txt", "srt": "srt", "vtt": "vtt", "json": "json", "verbose_json": "json"}
+
+EXAMPLE = """\
+examples:
+  octavo transcribe talk.mp3
+  octavo transcribe talk.mp3 --format srt > talk.srt
+  octavo transcribe *.wav --format vtt --output-dir subtitles
+  octavo transcribe interview.flac --model ./whisper-small --language de --hotwords "Octavo, Whisper"
+
+Files are wav, flac, ogg or mp3 of any length, rate and number of channels. Several are computed together, each is
+written as soon as it has ended, and one that cannot be read fails alone: then the exit code is 1. Without --model,
+OCTAVO_MODEL or a configuration file the model is whisper-tiny.en, which knows English.
+"""
+
+
+def make_parser() -> Parser:
+    """The command's parser."""
+    parser = Parser(
+        prog="octavo transcribe",
+        usage="octavo transcribe [options] FILE ...",
+        description="Writes what is said in recordings.",
+        epilog=EXAMPLE,
+    )
+    parser.add_argument("--format", choices=ENDINGS, default="text", help="what to write (default: text)")
+    parser.add_argument("--output-dir", type=Path, metavar="FOLDER", help="write a file for each recording in it")
+    parser.add_argument("--language", metavar="CODE", help="language that is spoken (default: it is detected)")
+    parser.add_argument("--task", metavar="TASK", default="transcribe", help="transcribe, or translate (to English)")
+    parser.add_argument("--prompt", metavar="TEXT", help="text before the recording: its style, how names are written")
+    parser.add_argument("--hotwords", metavar="TEXT", help="words that may occur")
+    parser.add_argument("--temperature", type=float, metavar="X", help="one alone (default: 0, and more on doubt)")
+    parser.add_argument("--seed", dest="speech_seed", type=int, default=0, metavar="N", help="of temperatures above 0")
+    parser.add_argument("--max-seconds", type=float, metavar="X", help="refuse recordings that last longer")
+    add_json_flag(parser)
+    add_verbose_flag(parser)
+    add_engine_flags(parser, renamed={"seed": "--engine-seed", "task": "--engine-task"})
+    return parser
+
+
+def run(arguments: Arguments) -> int:
+    """Writes the texts; returns 1 if a recording failed."""
+    apply_verbosity(arguments)
+    paths = [Path(word) for word in arguments.words]
+    targets = _targets(paths, arguments.output_dir, ENDINGS[arguments.format], arguments.format)
+    named = arguments.model or (None if configured_model(arguments.config) else DEFAULT_MODEL)
+    config = read_engine_config(arguments, named)
+    params = _params(arguments)
+    from octavo.engine.llm_engine import LLMEngine
+    from octavo.engine.model_files import find_files
+    from octavo.engine.speech_requests import check_hears
+    from octavo.engine.transcription_calls import TranscriptionCalls
+    from octavo.speech.audio_files import AudioLimits
+    from octavo.speech.formats import FORMATS
+
+    class Engine(LLMEngine, TranscriptionCalls):
+        """One that takes recordings."""
+
+    start = time.monotonic()
+    files = find_files(config)
+    try:
+        check_hears(files.model_config, config.model)
+    except InvalidRequestError as e:
+        raise ConfigError(str(e)) from None
+    limits = AudioLimits() if arguments.max_seconds is None else AudioLimits(max_seconds=arguments.max_seconds)
+    engine = Engine(files)
+    loaded, start, failed = time.monotonic() - start, time.monotonic(), Counter[str]()
+
+    def write(number: int, made: Transcription) -> None:
+        if made.error is not None:
+            failed["recordings"] += 1
+            print(f"octavo: error: {made.error}", file=sys.stderr)
+            return
+        text, target = FORMATS[arguments.format](made), targets[number]
+        if target is not None:
+            target.write_text(text, encoding="utf-8")
+        else:
+            print(f"{paths[number]}: {text}" if len(paths) > 1 else text, end="", flush=True)
+
+    shows_bar = sys.stderr.isatty() and (arguments.output_dir is not None or not sys.stdout.isatty())
+    made = engine.transcribe(list(paths), params, use_tqdm=shows_bar, limits=limits, on_end=write)
+    seconds, audio = time.monotonic() - start, sum(each.duration for each in made)
+    if arguments.json is not None:
+        figures = {"recordings": len(made), "failed": failed["recordings"], "audio_seconds": audio}
+        write_json(arguments.json, {**figures, "seconds": seconds, "load_seconds": loaded})
+    print(
+        f"octavo: {audio:.0f} s of audio in {seconds:.2f} s: {audio / seconds:.1f} times as fast as it is spoken "
+        f"(loaded in {loaded:.2f} s)",
+        file=sys.stderr,
+    )
+    return EXIT_FAILED if failed else 0
+
+
+def _params(arguments: Arguments) -> TranscriptionParams:
+    """The parameters of all recordings.
+
+    Raises:
+        ConfigError: one is wrong.
+    """
+    from octavo.speech.transcription_params import TranscriptionParams
+
+    names = ("language", "task", "prompt", "hotwords", "temperature")
+    try:
+        return TranscriptionParams(**{name: getattr(arguments, name) for name in names}, seed=arguments.speech_seed)
+    except InvalidRequestError as e:
+        raise ConfigError(str(e)) from None
+
+
+def _targets(paths: list[Path], folder: Path | None, ending: str, form: str) -> list[Path | None]:
+    """The file to write for each recording; None: standard output.
+
+    Raises:
+        ConfigError: there are no recordings, or they cannot be told apart.
+    """
+    if not paths:
+        raise ConfigError("no recording given: octavo transcribe FILE ...")
+    if folder is None:
+        if len(paths) > 1 and form != "text":
+            raise ConfigError(f"--format {form} of {len(paths)} recordings needs --output-dir FOLDER")
+        return [None] * len(paths)
+    if not folder.is_dir():
+        raise ConfigError(f"--output-dir {folder} is no folder")
+    targets = [folder / f"{path.stem}.{ending}" for path in paths]
+    for first, second in itertools.pairwise(sorted(targets)):
+        if first == second:
+            raise ConfigError(f"two recordings would be written to {first}: transcribe them apart")
+    return list(targets)
