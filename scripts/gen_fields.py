@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from octavo.server.audio.audio_fields import TranscriptionRequest, TranslationRequest
 from octavo.server.field_marks import Hint, Refused, marks_of
 from octavo.server.llamacpp.llama_embeddings import LlamaEmbeddingRequest
 from octavo.server.llamacpp.llama_protocol import InfillRequest, LlamaCompletionRequest
@@ -53,6 +54,8 @@ ROUTES: dict[str, type[RequestModel]] = {
     "/v1/score": ScoreRequest,
     "/classify": ClassificationRequest,
     "/pooling": PoolingRequest,
+    "/v1/audio/transcriptions": TranscriptionRequest,
+    "/v1/audio/translations": TranslationRequest,
     "/embedding": LlamaEmbeddingRequest,
     "/completion": LlamaCompletionRequest,
     "/infill": InfillRequest,

@@ -16,6 +16,8 @@ API_KEYS_VARIABLE = "OCTAVO_API_KEYS"
 
 #: Prompts of more characters for each token of the context than this are refused without being tokenized.
 CHARS_PER_TOKEN = 32
+#: Bytes of a form beside the recording in it.
+FORM_BYTES = 1 << 20
 
 
 def _path(value: Any) -> Any:
@@ -111,6 +113,12 @@ class ServerOptions(BaseModel):
         2048, ge=1, description="Most inputs of one request for vectors or scores: texts, documents, pairs."
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest request body, in bytes; 413 beyond.")
+    max_audio_bytes: int = Field(
+        64 << 20, ge=1024, description="Largest recording that is sent to /v1/audio/..., in bytes; 413 beyond."
+    )
+    max_audio_seconds: float = Field(
+        14_400.0, gt=0, description="Longest recording, in seconds of audio; refused with 400 beyond."
+    )
     max_prompt_chars: int | None = Field(
         None,
         ge=1,

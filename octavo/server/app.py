@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from octavo import __version__
-from octavo.core.server_options import ServerOptions
+from octavo.core.server_options import FORM_BYTES, ServerOptions
 from octavo.server import adapter_routes, admin, completions, operation, tokenization
 from octavo.server.api_errors import handle_errors
 from octavo.server.chat_completions import create_chat_completion
@@ -73,6 +73,8 @@ _POOLING_PATHS = (
     "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify", "/pooling",
     "/embedding", "/embeddings",
 )  # fmt: skip
+#: Routes for recordings, whose bodies may be larger than others'.
+_AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _BUSY = {429: "The queue is full, or the client has taken its share; Retry-After gives the seconds to wait."}
 
 
@@ -108,13 +110,17 @@ def make_routes(options: ServerOptions, metrics: Metrics, api_keys: Sequence[str
         _add_anthropic_routes(app)
         _add_other_routes(app)
         DeferredRoutes(app, _POOLING_PATHS, partial(_add_pooling_routes, app))
+        DeferredRoutes(app, _AUDIO_PATHS, partial(_add_audio_routes, app))
         if options.enable_admin_routes:
             _add_admin_routes(app)
         if options.enable_lora_routes:
             _add_adapter_routes(app)
     handle_errors(app)
     # The middleware added last is the outermost.
-    app.add_middleware(BodyLimitMiddleware, max_bytes=options.max_body_bytes, timeout=options.body_timeout)
+    uploads = dict.fromkeys(_AUDIO_PATHS, options.max_audio_bytes + FORM_BYTES)
+    app.add_middleware(
+        BodyLimitMiddleware, max_bytes=options.max_body_bytes, timeout=options.body_timeout, by_path=uploads
+    )
     if api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=api_keys)
     _describe(app, with_keys=bool(api_keys))
@@ -165,6 +171,13 @@ def _add_pooling_routes(app: FastAPI) -> None:
 
     with _without_pydantic_v1():
         add_pooling_routes(partial(_add, app, is_busy=True))
+
+
+def _add_audio_routes(app: FastAPI) -> None:
+    from octavo.server.audio.audio_routes import add_audio_routes
+
+    with _without_pydantic_v1():
+        add_audio_routes(partial(_add, app, is_busy=True))
 
 
 def _add_anthropic_routes(app: FastAPI) -> None:
@@ -239,11 +252,12 @@ def _add(
     task: str | None = None,
     errors: dict[int, str] | None = None,
     error: type = Error,
+    form: dict[str, Any] | None = None,
 ) -> None:
     """Adds a route with the description of its responses.
 
     Its requests wait in the queue if it ``is_busy``. A route that can ``stream`` generates; others are for a ``task``
-    of the model, or for none.
+    of the model, or for none. ``form``: the JSON schema of a body that is one.
     """
     is_busy = is_busy or stream
     texts = {**_ALWAYS, **(_WITH_BODY if method == "POST" else {}), **(errors or {}), **(_BUSY if is_busy else {})}
@@ -258,6 +272,8 @@ def _add(
         response_model_exclude_unset=True,
         tags=[tag],
         responses=responses,
+        openapi_extra=form
+        and {"requestBody": {"content": {"multipart/form-data": {"schema": form}}, "required": True}},
     )
     route = app.routes[-1]
     assert isinstance(route, BodyRoute)

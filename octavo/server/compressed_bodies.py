@@ -62,7 +62,9 @@ def _decoded(decoder: Any, error: type[Exception], body: bytes, name: str, max_b
     return result
 
 
-def body_too_large(max_bytes: int, headers: Mapping[str, str] | None = None) -> ApiError:
-    """The error for a body of more bytes than the option ``max_body_bytes`` allows."""
-    message = f"the body is larger than the {max_bytes} bytes that this server takes (max_body_bytes)"
+def body_too_large(
+    max_bytes: int, headers: Mapping[str, str] | None = None, option: str = "max_body_bytes"
+) -> ApiError:
+    """The error for a body of more bytes than an option allows."""
+    message = f"the body is larger than the {max_bytes} bytes that this server takes ({option})"
     return ApiError(413, message, code="body_too_large", headers=headers)

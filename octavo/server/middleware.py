@@ -8,7 +8,7 @@ import hmac
 import ipaddress
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -95,9 +95,10 @@ def _check_framing(scope: Scope) -> None:
 class BodyLimitMiddleware:
     """Middleware that reads bodies, bounded in size (as sent, and decompressed) and in time."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout: float) -> None:
-        """``timeout`` in seconds, for the whole body."""
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout: float, by_path: Mapping[str, int] | None = None) -> None:
+        """``timeout`` in seconds, for the whole body; ``by_path``: bytes where others are taken than ``max_bytes``."""
         self.app = app
+        self._by_path = by_path or {}
         self._max_bytes = max_bytes
         self._timeout = timeout
 
@@ -107,17 +108,18 @@ class BodyLimitMiddleware:
             await self.app(scope, receive, send)
             return
         headers = MutableHeaders(scope=scope)
+        most = self._by_path.get(scope["path"], self._max_bytes)
         length = headers.get("content-length", "")
         # Browsers let any web page send a body without a type to any server, with an Origin. Such a body must be
         # declared as JSON, which the browser does not send before the server has allowed it (CORS).
         if "content-type" not in headers and "origin" not in headers:
             headers["content-type"] = "application/json"
         try:
-            if length.isdecimal() and int(length[:20]) > self._max_bytes:
-                raise body_too_large(self._max_bytes, _CLOSE)
-            body = await self._read(receive)
+            if length.isdecimal() and int(length[:20]) > most:
+                raise self._too_large(most)
+            body = await self._read(receive, most)
             if body and (encoding := headers.get("content-encoding")):
-                body = decompressed(body, encoding, self._max_bytes)
+                body = decompressed(body, encoding, most)
         except ApiError as e:
             await e.response(scope)(scope, receive, send)
             return
@@ -134,7 +136,7 @@ class BodyLimitMiddleware:
 
         await self.app(scope, read_already, send)
 
-    async def _read(self, receive: Receive) -> bytes | None:
+    async def _read(self, receive: Receive, most: int) -> bytes | None:
         body = bytearray()
         try:
             async with asyncio.timeout(self._timeout):
@@ -143,12 +145,16 @@ class BodyLimitMiddleware:
                     if message["type"] == "http.disconnect":
                         return None
                     body += message.get("body", b"")
-                    if len(body) > self._max_bytes:
-                        raise body_too_large(self._max_bytes, _CLOSE)
+                    if len(body) > most:
+                        raise self._too_large(most)
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
             raise ApiError(408, f"the body was not complete within {self._timeout:g} seconds", headers=_CLOSE) from None
+
+    def _too_large(self, most: int) -> ApiError:
+        option = "max_body_bytes" if most == self._max_bytes else "max_audio_bytes"
+        return body_too_large(most, _CLOSE, option)
 
 
 #: Headers of responses to requests that were not read completely.

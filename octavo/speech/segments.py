@@ -115,6 +115,6 @@ def as_segments(
 ) -> Iterator[tuple[float, float, str, list[int]]]:
     """(start, end, text, tokens) of the parts of a window that begins at ``offset`` seconds, without empty ones."""
     for span in spans:
-        text = decode(text_ids(span.tokens, known))
+        text = decode(text_ids(span.tokens, known)).rstrip()
         if span.start != span.end and text.strip():
             yield offset + span.start * TIME_STEP, offset + span.end * TIME_STEP, text, span.tokens

@@ -152,7 +152,7 @@ class _Transcriber:
             if not state.language:
                 state.language = yield from self._detect(state)
             position += yield from self._window(state, position, samples)
-        text = "".join(segment.text for segment in state.segments).strip()
+        text = "".join(segment.text for segment in state.segments).lstrip()
         return Transcription(
             text,
             state.language or "en",
