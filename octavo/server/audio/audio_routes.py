@@ -88,7 +88,7 @@ def _json(content: dict[str, Any]) -> bytes:
 
 
 def add_audio_routes(add: Callable[..., None]) -> None:
-    """Registers the routes; ``add`` is given method, path, endpoint, the response's model, tag and the form's schema."""
+    """Registers the routes; ``add`` is given method, path, endpoint, the response's model, tag and form."""
     add("POST", "/v1/audio/transcriptions", create_transcription, None, "OpenAI", form=_form(TranscriptionRequest))
     add("POST", "/v1/audio/translations", create_translation, None, "OpenAI", form=_form(TranslationRequest))
 

@@ -1,0 +1,198 @@
+"""Recordings through the engine, with a real model."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from numpy.typing import NDArray
+
+from octavo import LLM, SamplingParams
+from octavo.core.errors import AudioError, InvalidRequestError
+from octavo.speech.audio_files import AudioLimits, open_audio
+from octavo.speech.transcription_params import TranscriptionParams
+
+SPEECH = Path(__file__).resolve().parent.parent / "data" / "speech.ogg"
+MODEL = "whisper-tiny.en"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    yield LLM(MODEL, dtype="float32", max_num_seqs=8)
+
+
+@pytest.fixture(scope="module")
+def speech() -> NDArray[np.float32]:
+    with open_audio(SPEECH) as opened:
+        return np.concatenate(list(opened.pieces()))
+
+
+def transcribe(llm: LLM, audio: Any, params: Any = None, **keywords: Any) -> list[Any]:
+    return llm.transcribe(audio, params, use_tqdm=False, **keywords)
+
+
+def test_speech_becomes_text(llm: LLM) -> None:
+    [made] = transcribe(llm, SPEECH)
+    text = made.text.lower()
+    assert "fox" in text
+    assert "lazy dog" in text
+    assert "sea shore" in text
+    assert made.language == "en"
+    assert abs(made.duration - 7.9) < 0.5
+    ends = [0.0, *(time for segment in made.segments for time in (segment.start, segment.end))]
+    assert ends == sorted(ends)
+    assert ends[-1] <= made.duration + 0.02
+
+
+def test_recordings_in_company_have_the_same_bits_as_alone(llm: LLM, speech: NDArray[np.float32]) -> None:
+    many = [speech, speech[: 3 * 16_000], np.concatenate([speech] * 5), speech[16_000:], str(SPEECH)]
+    alone = [transcribe(llm, audio)[0] for audio in many]
+    llm.reset_prefix_cache()
+    assert transcribe(llm, many) == alone
+
+
+def test_long_recordings_are_windows_in_order(llm: LLM, speech: NDArray[np.float32]) -> None:
+    pause = np.zeros(8_000, np.float32)
+    [made] = transcribe(llm, np.concatenate([speech, pause] * 9))
+    assert made.text.lower().count("lazy dog") >= 8
+    starts = [segment.start for segment in made.segments]
+    assert starts == sorted(starts)
+    assert {segment.seek for segment in made.segments} != {0}
+    assert made.segments[-1].end > made.duration - 10
+
+
+def test_a_recording_drawn_with_a_seed_is_drawn_again(llm: LLM) -> None:
+    params = TranscriptionParams(temperature=1.0, seed=3)
+    first, second = (transcribe(llm, SPEECH, params)[0] for _ in range(2))
+    assert first == second
+    assert first.segments[0].temperature == 1.0
+
+
+def test_silence_has_no_text(llm: LLM) -> None:
+    [made] = transcribe(llm, np.zeros(20 * 16_000, np.float32))
+    assert made.text == ""
+    assert made.duration == 20.0
+
+
+def test_a_prompt_changes_what_is_written(llm: LLM) -> None:
+    plain, cut = (
+        transcribe(llm, SPEECH, TranscriptionParams(prompt=p))[0] for p in (None, "the lazy dog<|endoftext|>")
+    )
+    assert "lazy dog" in plain.text
+    assert "lazy dog" in cut.text.lower()
+
+
+@pytest.mark.parametrize("rate", [8_000, 48_000])
+def test_other_rates_and_channels(llm: LLM, speech: NDArray[np.float32], rate: int) -> None:
+    from octavo.speech.resampling import Resampler
+
+    resampler = Resampler(16_000, rate)
+    other = np.concatenate([resampler.feed(speech), resampler.finish()])
+    out = io.BytesIO()
+    soundfile.write(out, np.repeat(other[:, None], 6, axis=1), rate, format="WAV", subtype="FLOAT")
+    [made] = transcribe(llm, out.getvalue())
+    assert "lazy dog" in made.text.lower()
+
+
+def test_one_that_cannot_be_read_fails_alone(llm: LLM, tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_text("These are notes and no recording.\n" * 30)
+    ended: dict[int, Any] = {}
+    cut = SPEECH.read_bytes()[:20_000]
+    made = transcribe(llm, [SPEECH, text, cut, np.zeros(0, np.float32)], on_end=ended.__setitem__)
+    assert "fox" in made[0].text
+    assert made[0].error is None
+    assert "is a text file" in made[1].error
+    assert "cut off" in made[2].error
+    assert "0 samples" in made[3].error
+    assert [ended[i] for i in range(4)] == made
+    with pytest.raises(AudioError, match="is a text file"):
+        transcribe(llm, text)
+    assert not llm.has_unfinished_requests()
+
+
+def test_limits(llm: LLM) -> None:
+    with pytest.raises(AudioError, match="at most 2 s are taken"):
+        transcribe(llm, SPEECH, limits=AudioLimits(max_seconds=2))
+
+
+def test_what_the_model_cannot_do_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot generate text; it can: transcribe recordings|reads sound"):
+        llm.generate("Hello", SamplingParams(max_tokens=1), use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="the model is English"):
+        transcribe(llm, SPEECH, TranscriptionParams(language="fr"))
+    with pytest.raises(InvalidRequestError, match="needs a multilingual model"):
+        transcribe(llm, SPEECH, TranscriptionParams(task="translate"))
+    with pytest.raises(InvalidRequestError, match="one for each of 1 recordings, not 2"):
+        transcribe(llm, SPEECH, [TranscriptionParams()] * 2)
+
+
+def test_an_interrupt_leaves_nothing_behind(llm: LLM, speech: NDArray[np.float32]) -> None:
+    import _thread
+
+    before = llm.stats()
+    threading.Timer(0.3, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            transcribe(llm, [np.concatenate([speech] * 20)] * 4)
+    assert not llm.has_unfinished_requests()
+    assert llm.stats().num_running == 0
+    del before
+    assert "fox" in transcribe(llm, SPEECH)[0].text
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_transformers(llm: LLM, speech: NDArray[np.float32]) -> None:
+    """Token by token, with the weights as they are published and its own extractor and rules."""
+    import torch
+    from transformers import (
+        GenerationConfig,
+        WhisperConfig,
+        WhisperFeatureExtractor,
+        WhisperForConditionalGeneration,
+    )
+
+    from octavo.loader.resolve import resolve_model
+    from octavo.loader.weights import read_safetensors
+
+    folder = resolve_model(MODEL)
+    model = WhisperForConditionalGeneration(WhisperConfig.from_pretrained(folder)).eval()
+    weights = {name: torch.from_numpy(np.array(values)).float() for name, values in read_safetensors(folder)}
+    assert not model.load_state_dict(weights, strict=False).unexpected_keys
+    model.tie_weights()
+    config = GenerationConfig.from_pretrained(folder)
+    for audio in (speech, speech[8_000:64_000], speech[::-1].copy()):
+        features = WhisperFeatureExtractor()(audio, sampling_rate=16_000, return_tensors="pt").input_features
+        expected = model.generate(features, generation_config=config, return_timestamps=True, max_new_tokens=200)
+        params = TranscriptionParams(temperature=0.0, no_speech_threshold=None)
+        [made] = transcribe(llm, audio, params)
+        found = [token for segment in made.segments for token in segment.tokens]
+        ids = expected[0].tolist()
+        assert found == ids[: len(found)]
+        assert found
+
+
+@pytest.mark.slow
+def test_two_hours_take_bounded_memory(llm: LLM, speech: NDArray[np.float32], tmp_path: Path) -> None:
+    """The file is read in pieces; most of it is silence, so that it does not take an hour."""
+    import psutil
+
+    path = tmp_path / "long.flac"
+    with soundfile.SoundFile(path, "w", 16_000, 1, format="FLAC") as file:
+        for minute in range(120):
+            audio = np.zeros(60 * 16_000, np.float32)
+            if minute % 20 == 0:
+                audio[: len(speech)] = speech
+            file.write(audio)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    [made] = transcribe(llm, path, TranscriptionParams(temperature=0.0))
+    assert made.duration == 7200.0
+    assert made.text.lower().count("lazy dog") >= 5
+    assert process.memory_info().rss - before < 200 << 20
