@@ -21,7 +21,7 @@ from octavo.engine.speech_requests import with_arrival
 from octavo.speech.audio_files import Audio, AudioLimits, OpenedAudio, open_audio
 from octavo.speech.audio_windows import AudioWindows
 from octavo.speech.segments import Segment, Transcription
-from octavo.speech.transcription import Ask, Listen
+from octavo.speech.transcription import Ask, Heard, Listen
 from octavo.speech.transcription_params import TranscriptionParams
 
 
@@ -86,9 +86,9 @@ class AsyncTranscription:
             if opened is not audio:
                 opened.close()
 
-    def _listen(self, windows: AudioWindows, start: int) -> tuple[int, EncoderInput | None]:
+    def _listen(self, windows: AudioWindows, start: int) -> tuple[Heard, EncoderInput | None]:
         window: NDArray[np.float32] = windows.window(start)
-        return len(window), self._speech.hear(window) if len(window) else None
+        return Heard.of(window), self._speech.hear(window) if len(window) else None
 
     async def _ask(self, ask: Ask, heard: EncoderInput) -> Any:
         request = self._speech.request(ask, heard, self._options)

@@ -25,7 +25,7 @@ from octavo.engine.speech_requests import asks_engine, with_arrival
 from octavo.speech.audio_files import DEFAULT_LIMITS, Audio, AudioLimits, open_audio
 from octavo.speech.audio_windows import AudioWindows
 from octavo.speech.segments import Transcription
-from octavo.speech.transcription import Ask, Listen, Loop
+from octavo.speech.transcription import Ask, Heard, Listen, Loop
 from octavo.speech.transcription_params import TranscriptionParams
 
 #: Recordings that are open at once, for each sequence that can run: the next ones are read while these are computed.
@@ -217,13 +217,13 @@ class _Batch:
             self._end(run)
             self._fail(run.number, e)
 
-    def _listen(self, run: _Run, ask: Listen) -> int:
+    def _listen(self, run: _Run, ask: Listen) -> Heard:
         window = run.windows.window(ask.start)
         run.heard, run.pending = None, window
         seconds = min(run.seconds, ask.start / 16_000)
         self._bar.update(round(seconds - run.done, 1))
         run.done = seconds
-        return len(window)
+        return Heard.of(window)
 
     def _submit(self, run: _Run, ask: Ask) -> None:
         if run.heard is None:

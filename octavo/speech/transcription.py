@@ -22,6 +22,8 @@ from octavo.speech.word_times import add_words
 
 #: Samples of a step of time.
 _STEP = round(TIME_STEP * SAMPLE_RATE)
+#: Below a step of 16 bits there is no signal.
+_LEAST_PEAK = 2.0**-15
 #: A text drawn at a higher temperature is not what the next window goes on from.
 _MOST_TEMPERATURE = 0.5
 
@@ -40,9 +42,24 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Listen:
-    """Asks for the window that begins at this sample; the answer is its samples: at most 30 s, 0 after the end."""
+    """Asks for the window that begins at this sample: a ``Heard``."""
 
     start: int
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What there is of a window."""
+
+    #: At most 30 s; 0 after the end.
+    samples: int
+    #: The largest of them, whatever its sign.
+    peak: float
+
+    @classmethod
+    def of(cls, window: NDArray[np.float32]) -> Heard:
+        """Of samples, float32 [n]."""
+        return cls(len(window), float(np.abs(window).max(initial=0.0)))
 
 
 @dataclass(frozen=True)
@@ -147,8 +164,14 @@ class _Transcriber:
         known.check_task(params.task)
         state = _State(language or ("" if known.languages else "en"), self._context(params.prompt))
         position = duration = 0
-        while samples := (yield Listen(position)):
+        while True:
+            heard: Heard = yield Listen(position)
+            if not (samples := heard.samples):
+                break
             duration = position + samples
+            if heard.peak < _LEAST_PEAK:  # models make words of it
+                position += samples
+                continue
             if not state.language:
                 state.language = yield from self._detect(state)
             position += yield from self._window(state, position, samples)

@@ -33,7 +33,11 @@ def speech() -> NDArray[np.float32]:
         return np.concatenate(list(opened.pieces()))
 
 
-def transcribe(llm: LLM, audio: Any, params: Any = None, **keywords: Any) -> list[Any]:
+#: Speech that is repeated is no reason to draw again.
+ONCE = TranscriptionParams(temperature=0.0)
+
+
+def transcribe(llm: LLM, audio: Any, params: Any = ONCE, **keywords: Any) -> list[Any]:
     return llm.transcribe(audio, params, use_tqdm=False, **keywords)
 
 
@@ -51,7 +55,7 @@ def test_speech_becomes_text(llm: LLM) -> None:
 
 
 def test_recordings_in_company_have_the_same_bits_as_alone(llm: LLM, speech: NDArray[np.float32]) -> None:
-    many = [speech, speech[: 3 * 16_000], np.concatenate([speech] * 5), speech[16_000:], str(SPEECH)]
+    many = [speech, speech[: 3 * 16_000], np.concatenate([speech] * 4), str(SPEECH)]
     alone = [transcribe(llm, audio)[0] for audio in many]
     llm.reset_prefix_cache()
     assert transcribe(llm, many) == alone
@@ -59,8 +63,8 @@ def test_recordings_in_company_have_the_same_bits_as_alone(llm: LLM, speech: NDA
 
 def test_long_recordings_are_windows_in_order(llm: LLM, speech: NDArray[np.float32]) -> None:
     pause = np.zeros(8_000, np.float32)
-    [made] = transcribe(llm, np.concatenate([speech, pause] * 9))
-    assert made.text.lower().count("lazy dog") >= 8
+    [made] = transcribe(llm, np.concatenate([speech, pause] * 5))
+    assert made.text.lower().count("morning") >= 4
     starts = [segment.start for segment in made.segments]
     assert starts == sorted(starts)
     assert {segment.seek for segment in made.segments} != {0}
@@ -75,8 +79,9 @@ def test_a_recording_drawn_with_a_seed_is_drawn_again(llm: LLM) -> None:
 
 
 def test_silence_has_no_text(llm: LLM) -> None:
-    [made] = transcribe(llm, np.zeros(20 * 16_000, np.float32))
-    assert made.text == ""
+    faint = (1e-5 * np.random.default_rng(0).standard_normal(20 * 16_000)).clip(-3e-5, 3e-5).astype(np.float32)
+    assert [made.text for made in transcribe(llm, [np.zeros(20 * 16_000, np.float32), faint])] == ["", ""]
+    [made] = transcribe(llm, faint)
     assert made.duration == 20.0
 
 
@@ -97,7 +102,7 @@ def test_other_rates_and_channels(llm: LLM, speech: NDArray[np.float32], rate: i
     out = io.BytesIO()
     soundfile.write(out, np.repeat(other[:, None], 6, axis=1), rate, format="WAV", subtype="FLOAT")
     [made] = transcribe(llm, out.getvalue())
-    assert "lazy dog" in made.text.lower()
+    assert "morning" in made.text.lower()
 
 
 def test_one_that_cannot_be_read_fails_alone(llm: LLM, tmp_path: Path) -> None:
@@ -123,9 +128,9 @@ def test_limits(llm: LLM) -> None:
 
 
 def test_what_the_model_cannot_do_is_refused(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="cannot generate text; it can: transcribe recordings|reads sound"):
+    with pytest.raises(InvalidRequestError, match=r"cannot generate text; it can: transcribe recordings|reads sound"):
         llm.generate("Hello", SamplingParams(max_tokens=1), use_tqdm=False)
-    with pytest.raises(InvalidRequestError, match="the model is English"):
+    with pytest.raises(InvalidRequestError, match=r"the model is English"):
         transcribe(llm, SPEECH, TranscriptionParams(language="fr"))
     with pytest.raises(InvalidRequestError, match="needs a multilingual model"):
         transcribe(llm, SPEECH, TranscriptionParams(task="translate"))
@@ -136,14 +141,12 @@ def test_what_the_model_cannot_do_is_refused(llm: LLM) -> None:
 def test_an_interrupt_leaves_nothing_behind(llm: LLM, speech: NDArray[np.float32]) -> None:
     import _thread
 
-    before = llm.stats()
     threading.Timer(0.3, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
         while True:
             transcribe(llm, [np.concatenate([speech] * 20)] * 4)
     assert not llm.has_unfinished_requests()
     assert llm.stats().num_running == 0
-    del before
     assert "fox" in transcribe(llm, SPEECH)[0].text
 
 

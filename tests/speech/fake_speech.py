@@ -11,7 +11,7 @@ import numpy as np
 from octavo.speech.log_mel import SAMPLE_RATE, WINDOW_SAMPLES
 from octavo.speech.segments import Segment, Transcription
 from octavo.speech.speech_tokens import SpeechTokens
-from octavo.speech.transcription import Align, Answer, Ask, Codec, Decode, Language, Listen, Loop, Silence
+from octavo.speech.transcription import Align, Answer, Ask, Codec, Decode, Heard, Language, Listen, Loop, Silence
 
 #: Ids below are those of letters.
 KNOWN = SpeechTokens(
@@ -52,6 +52,8 @@ class FakeModel:
     answer: Callable[[float, float], Answer]
     no_speech: float = 0.0
     language: int = 302
+    #: Seconds at which windows without a signal begin.
+    nothing: tuple[float, ...] = ()
     asked: list[Ask] = field(default_factory=list)
     start: int = 0
 
@@ -59,7 +61,8 @@ class FakeModel:
         self.asked.append(ask)
         if isinstance(ask, Listen):
             self.start = ask.start
-            return max(0, min(WINDOW_SAMPLES, round(self.duration * SAMPLE_RATE) - ask.start))
+            samples = max(0, min(WINDOW_SAMPLES, round(self.duration * SAMPLE_RATE) - ask.start))
+            return Heard(samples, 0.0 if ask.start / SAMPLE_RATE in self.nothing else 0.5)
         if isinstance(ask, Decode):
             return self.answer(self.start / SAMPLE_RATE, ask.temperature)
         if isinstance(ask, Language):

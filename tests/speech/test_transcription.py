@@ -141,6 +141,14 @@ def test_a_silent_window_has_no_text() -> None:
     assert [decode.temperature for decode in model.decodes] == [0.0, 0.0]  # silence is no reason to draw again
 
 
+def test_a_window_without_a_signal_is_passed_over() -> None:
+    model = FakeModel(70.0, lambda start, t: good(said(f" At {start:.0f}.", 0.0, 30.0)), nothing=(30.0,))
+    made, _ = run(model)
+    assert made.text == "At 0. At 60."
+    assert made.duration == 70.0
+    assert len(model.decodes) == 2
+
+
 def test_a_likely_answer_counts_although_the_window_seems_silent() -> None:
     made, _ = run(FakeModel(5.0, lambda start, t: good(said(" Text.", 0.0, 5.0)), no_speech=0.9))
     assert made.text == "Text."

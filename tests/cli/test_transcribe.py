@@ -1,0 +1,59 @@
+"""``octavo transcribe``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SPEECH = Path(__file__).resolve().parent.parent / "data" / "speech.ogg"
+
+
+def test_files_are_written_and_one_fails_alone(
+    octavo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "notes.mp3"
+    bad.write_text("no recording at all, but some text\n" * 20)
+    flags = ("--format", "srt", "--output-dir", tmp_path, "--dtype", "float32", "--json", tmp_path / "figures")
+    assert octavo("transcribe", SPEECH, bad, *flags) == 1
+    subtitles = (tmp_path / "speech.srt").read_text()
+    assert subtitles.startswith("1\n00:00:00,000 --> 00:00:0")
+    assert "lazy dog" in subtitles
+    assert not (tmp_path / "notes.srt").exists()
+    assert f"octavo: error: {bad} is a text file" in capsys.readouterr().err
+    figures = json.loads((tmp_path / "figures").read_text())
+    assert (figures["recordings"], figures["failed"]) == (2, 1)
+    assert 7 < figures["audio_seconds"] < 9
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "no recording given"),
+        (("a.wav", "b.wav", "--format", "srt"), "--format srt of 2 recordings needs --output-dir"),
+        (("a.wav", "x/a.mp3", "--output-dir", "."), "two recordings would be written to"),
+        (("a.wav", "--output-dir", "/nowhere/at/all"), "is no folder"),
+        (("a.wav", "--task", "sing"), "task must be 'transcribe' or 'translate', not 'sing'"),
+        (("a.wav", "--temperature", "5"), "temperature must be in [0, 2], not 5.0"),
+        (("a.wav", "--language", "english", "--format", "pdf"), "invalid choice: 'pdf'"),
+    ],
+)
+def test_wrong_calls(
+    octavo: Callable[..., int], capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+) -> None:
+    assert octavo("transcribe", *words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_for_texts_is_refused_before_it_is_loaded(
+    octavo: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert octavo("transcribe", SPEECH, "--model", "smollm2-135m") == 2
+    assert "cannot transcribe: it reads text" in capsys.readouterr().err
+
+
+def test_help_has_examples(octavo: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert octavo("transcribe", "--help") == 0
+    assert "octavo transcribe talk.mp3 --format srt > talk.srt" in capsys.readouterr().out
