@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         AdapterConflictError,
         AdapterError,
         AdapterNotFoundError,
+        AudioError,
         ClientLimitError,
         ConfigError,
         DownloadError,
@@ -56,6 +57,9 @@ if TYPE_CHECKING:
     from octavo.engine.llm import LLM
     from octavo.engine.llm_engine import LLMEngine
     from octavo.engine.stat_loggers import StatLogger
+    from octavo.speech.audio_files import AudioLimits
+    from octavo.speech.segments import Transcription
+    from octavo.speech.transcription_params import TranscriptionParams
 
 __version__ = "0.1.0"
 
@@ -65,6 +69,8 @@ __all__ = [
     "AdapterError",
     "AdapterNotFoundError",
     "AsyncLLM",
+    "AudioError",
+    "AudioLimits",
     "BeamSearchParams",
     "ClassificationOutput",
     "ClientLimitError",
@@ -102,6 +108,8 @@ __all__ = [
     "TextPrompt",
     "TokenizerError",
     "TokensPrompt",
+    "Transcription",
+    "TranscriptionParams",
     "UnrecordableError",
     "UnsupportedModelError",
     "WeightError",
@@ -129,6 +137,9 @@ _ELSEWHERE = {
         "octavo.core.pooling_outputs",
     ),
     "PoolingParams": "octavo.core.pooling_params",
+    "AudioLimits": "octavo.speech.audio_files",
+    "Transcription": "octavo.speech.segments",
+    "TranscriptionParams": "octavo.speech.transcription_params",
     "CompletionOutput": "octavo.core.outputs",
     "Logprob": "octavo.core.outputs",
     "TextPrompt": "octavo.core.prompts",

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from octavo.core.adapters import LoRARequest
 from octavo.core.beam_search_params import BeamSearchParams
@@ -20,14 +20,15 @@ from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.core.stats import SchedulerStats, sum_stats
 from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.async_transcription import AsyncTranscription
 from octavo.engine.replica import ReplicaState
 from octavo.engine.shared_prefixes import SharedPrefix, request_id_of
 from octavo.engine.tokenizer import Tokenizer
 from octavo.executor.worker import function_name
-from octavo.speech.audio_files import DEFAULT_LIMITS, Audio, AudioLimits, OpenedAudio
-from octavo.speech.segments import Segment, Transcription
-from octavo.speech.transcription_params import TranscriptionParams
+
+if TYPE_CHECKING:
+    from octavo.speech.audio_files import Audio, AudioLimits, OpenedAudio
+    from octavo.speech.segments import Segment, Transcription
+    from octavo.speech.transcription_params import TranscriptionParams
 
 #: What becomes of open requests, see ``AsyncLLM.pause_generation``.
 PauseMode = Literal["abort", "wait", "keep"]
@@ -100,7 +101,7 @@ class AsyncLLM(AsyncEngine):
         params: TranscriptionParams | None = None,
         options: RequestOptions = DEFAULT_OPTIONS,
         *,
-        limits: AudioLimits = DEFAULT_LIMITS,
+        limits: AudioLimits | None = None,
         scores: bool = False,
         **keywords: Any,
     ) -> AsyncGenerator[Segment | Transcription, None]:
@@ -117,7 +118,9 @@ class AsyncLLM(AsyncEngine):
         """
         await self.ready()
         options = options_from_keywords("transcribe", keywords, options)
-        run = AsyncTranscription(self, request_id, params or TranscriptionParams(), options, scores)
+        from octavo.engine.async_transcription import AsyncTranscription
+
+        run = AsyncTranscription(self, request_id, params, options, scores)
         async with contextlib.aclosing(run.hear(audio, limits)) as made:
             async for part in made:
                 yield part

@@ -18,7 +18,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.engine.front_end import FrontEnd
 from octavo.engine.request_stream import RequestStream
 from octavo.engine.speech_requests import with_arrival
-from octavo.speech.audio_files import Audio, AudioLimits, OpenedAudio, open_audio
+from octavo.speech.audio_files import DEFAULT_LIMITS, Audio, AudioLimits, OpenedAudio, open_audio
 from octavo.speech.audio_windows import AudioWindows
 from octavo.speech.segments import Segment, Transcription
 from octavo.speech.transcription import Ask, Heard, Listen
@@ -47,7 +47,12 @@ class AsyncTranscription:
     """One recording. Files are decoded and inputs named in threads."""
 
     def __init__(
-        self, engine: Submits, request_id: str, params: TranscriptionParams, options: RequestOptions, scores: bool
+        self,
+        engine: Submits,
+        request_id: str,
+        params: TranscriptionParams | None,
+        options: RequestOptions,
+        scores: bool,
     ) -> None:
         """The engine is ready.
 
@@ -56,15 +61,20 @@ class AsyncTranscription:
         """
         self._engine, self._request_id = engine, request_id
         self._speech = engine.front_end.speech
-        self._loop = self._speech.loop(params, scores=scores)
+        self._loop = self._speech.loop(params or TranscriptionParams(), scores=scores)
         self._options = with_arrival(options, time.monotonic())
         self._count = 0
 
-    async def hear(self, audio: Audio | OpenedAudio, limits: AudioLimits) -> AsyncGenerator[Segment | Transcription]:
+    async def hear(
+        self, audio: Audio | OpenedAudio, limits: AudioLimits | None
+    ) -> AsyncGenerator[Segment | Transcription]:
         """See ``AsyncLLM.transcribe``."""
         reply: Any = None
         ask = self._loop.send(None)  # what the model cannot do is refused before anything is read
-        opened = audio if isinstance(audio, OpenedAudio) else await asyncio.to_thread(open_audio, audio, limits)
+        if isinstance(audio, OpenedAudio):
+            opened = audio
+        else:
+            opened = await asyncio.to_thread(open_audio, audio, limits or DEFAULT_LIMITS)
         windows = AudioWindows(opened.pieces())
         heard: EncoderInput | None = None
         try:

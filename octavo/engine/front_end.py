@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -24,7 +24,9 @@ from octavo.engine.model_files import ModelFiles
 from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.pooling_inputs import PoolingInputs
 from octavo.engine.shared_prefixes import SharedPrefixes
-from octavo.engine.speech_requests import SpeechRequests
+
+if TYPE_CHECKING:
+    from octavo.engine.speech_requests import SpeechRequests
 
 #: What a request asks for.
 Params = SamplingParams | BeamSearchParams | PoolingParams
@@ -63,6 +65,8 @@ class FrontEnd:
             InvalidRequestError: the model does not read sound.
             ConfigError: its files do not say what its tokens mean.
         """
+        from octavo.engine.speech_requests import SpeechRequests
+
         return SpeechRequests(self.files)
 
     async def prepare(

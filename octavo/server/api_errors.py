@@ -183,6 +183,7 @@ _OTHER_NAMES = {"extra_args": "vllm_xargs"}
 _PLAIN_NAMES = (
     "n",
     "dimensions",
+    "language",
     "messages",
     "priority",
     "prompt",

@@ -21,6 +21,7 @@ TEXTS = {
     "tls_key": "/key",
     "allowed_origins": "https://a.example",
     "max_body_bytes": "2048",
+    "max_audio_bytes": "2048",
     "log_format": "json",
     "log_level": "WARNING",
     "log_file": "/log",
