@@ -85,12 +85,13 @@ def test_silence_has_no_text(llm: LLM) -> None:
     assert made.duration == 20.0
 
 
-def test_a_prompt_changes_what_is_written(llm: LLM) -> None:
-    plain, cut = (
-        transcribe(llm, SPEECH, TranscriptionParams(prompt=p))[0] for p in (None, "the lazy dog<|endoftext|>")
-    )
-    assert "lazy dog" in plain.text
-    assert "lazy dog" in cut.text.lower()
+def test_special_tokens_in_a_prompt_are_left_out(llm: LLM) -> None:
+    prompts = ("A story about a fox.", "A story<|endoftext|> about<|startoftranscript|> a fox.")
+    params = [TranscriptionParams(prompt=prompt, temperature=0.0) for prompt in prompts]
+    plain, cut = (transcribe(llm, SPEECH, each)[0] for each in params)
+    assert "fox" in plain.text.lower()
+    assert cut == plain
+    assert plain.prompt_tokens > transcribe(llm, SPEECH)[0].prompt_tokens
 
 
 @pytest.mark.parametrize("rate", [8_000, 48_000])
