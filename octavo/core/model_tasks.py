@@ -34,8 +34,6 @@ def model_tasks(config: ModelConfig, task: str = "auto") -> tuple[str, ...]:
         tasks = _BY_HEAD[config.head]
     if config.head == "sequence" and len(config.labels) == 1:
         tasks = ("classify", "score")
-    if config.encoder_facts is not None:
-        tasks = ("generate",)
     if task == "auto":
         return tasks
     if config.head == "lm" and config.encoder_facts is None and task in _OF_LANGUAGE_MODELS:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: What a request asks for.
 Params = SamplingParams | BeamSearchParams | PoolingParams
+#: Keys of prompts that may have sound.
+_SOUND = ("encoder_input", "encoder_prompt", "multi_modal_data")
 #: Texts of this many characters take some 10 ms to tokenize, and are tokenized in a thread.
 LONG_TEXT = 8192
 
@@ -137,8 +139,8 @@ class FrontEnd:
         if isinstance(params, PoolingParams):
             request = self.pooling.process(request_id, prompt, params, options, adapter)
         else:
-            # What is heard and said are the requests of a transcription.
-            hears = isinstance(prompt, Mapping) and prompt.get("encoder_input") is not None
+            # What is said of sound is the task of a model that hears, however it is asked.
+            hears = isinstance(prompt, Mapping) and any(prompt.get(key) is not None for key in _SOUND)
             self.pooling.require("transcribe" if hears and "transcribe" in self.pooling.tasks else "generate")
             params = params if params is not None else self.inputs.default_params()
             request = self.inputs.process(request_id, prompt, params, options, adapter)
