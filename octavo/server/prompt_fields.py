@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from starlette.requests import Request
 
@@ -24,6 +24,9 @@ from octavo.server.protocol import ChatMessage, CompletionRequest, EncoderDecode
 from octavo.server.request_template import RequestTemplate, choose
 from octavo.server.service import Service
 from octavo.server.tools import read_tools
+
+if TYPE_CHECKING:
+    from octavo.engine.tokenizer import Tokenizer
 
 #: Up to this many characters are tokenized in well under a millisecond, and not in a thread.
 _SHORT = 2000
@@ -72,7 +75,8 @@ async def _encoder_prompts(
             raise unsupported(name, f"{name} is not supported with encoder-decoder models")
     parts = [(p.encoder_prompt, p.decoder_prompt) if isinstance(p, EncoderDecoderParts) else (p, None) for p in given]
     texts = [encoder for encoder, _ in parts if isinstance(encoder, str)]
-    ids = iter(await encode(service, texts, body.add_special_tokens is not False))
+    tokenizer = service.llm.tokenizer.source
+    ids = iter(await encode(service, texts, body.add_special_tokens is not False, tokenizer=tokenizer))
     split = []
     for encoder, decoder in parts:
         _check_length(service, len(decoder or ()))
@@ -123,16 +127,20 @@ async def read_prediction(service: Service, prediction: Prediction | None) -> li
 
 
 async def encode(
-    service: Service, texts: list[str], add_special_tokens: bool, param: str = "prompt"
+    service: Service,
+    texts: list[str],
+    add_special_tokens: bool,
+    param: str = "prompt",
+    tokenizer: Tokenizer | None = None,
 ) -> list[list[int]]:
-    """Token ids of texts; ``param`` is the field that they are of.
+    """Token ids of texts, by default of the model's tokenizer; ``param`` is the field that they are of.
 
     Raises:
         ApiError: a text is too long to be served.
     """
     for text in texts:
         _check_length(service, len(text), param)
-    tokenizer = service.llm.tokenizer
+    tokenizer = tokenizer or service.llm.tokenizer
     if sum(map(len, texts)) < _SHORT:
         return [tokenizer.encode(text, add_special_tokens) for text in texts]
     return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,11 +164,17 @@ def test_two_ranks_give_the_bits_of_one(case: Case, llm: LLM) -> None:
     assert [everything(output) for output in one] == [everything(output) for output in other]
 
 
+def marian_with_text(folder: Path) -> None:
+    """A model of random weights with both tokenizers of Marian."""
+    start = {"eos_token_id": 0, "decoder_start_token_id": 56, "pad_token_id": 56}
+    save(folder, "Marian", vocab_size=len(VOCABULARY), **start)
+    config = (folder / "config.json").read_text()
+    marian_files(folder)
+    (folder / "config.json").write_text(config)
+
+
 def test_marian_reads_with_one_tokenizer_and_writes_with_another(tmp_path: Path) -> None:
-    save(tmp_path, "Marian", vocab_size=len(VOCABULARY), eos_token_id=0, decoder_start_token_id=56, pad_token_id=56)
-    config = json.loads((tmp_path / "config.json").read_text())
-    marian_files(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    marian_with_text(tmp_path)
     llm = LLM(str(tmp_path), **{**OPTIONS, "skip_tokenizer_init": False})
     params = SamplingParams(temperature=0, max_tokens=5)
     text = "hello the world"

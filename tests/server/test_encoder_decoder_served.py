@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, SamplingParams
+from tests.engine.test_encoder_decoders import marian_with_text
 from tests.models.seq2seq import save_seq2seq
 from tests.models.test_bart import bart
 from tests.server.running_server import TINY, Running, running
@@ -127,3 +128,17 @@ def test_the_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "decoder_prompt needs encoder_prompt" in found[3]["error"]
     assert "the encoder's prompt is empty" in found[4]["error"]
     assert found[5]["summary"]["failed"] == 2
+
+
+def test_marian_is_served_with_the_tokenizers_of_both_sides(tmp_path: Path) -> None:
+    folder = tmp_path / "marian"
+    folder.mkdir()
+    marian_with_text(folder)
+    prompt = {"encoder_prompt": "hello the world", "decoder_prompt": "hallo welt"}
+    llm = LLM(str(folder), dtype="float32", num_gpu_blocks_override=100, max_model_len=64)
+    [expected] = llm.generate([prompt], SamplingParams(**GREEDY), use_tqdm=False)
+    assert expected.num_prompt_tokens == 4 + 3
+    with running(folder, tmp_path / "log", *TINY, "--dtype", "float32") as server:
+        answer = complete(server, prompt)
+    assert answer["usage"]["prompt_tokens"] == expected.num_prompt_tokens
+    assert answer["choices"][0]["text"] == expected.outputs[0].text
