@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, cast
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.progress import AdmissionStats, CompletionProgress, Progress
-from octavo.core.request import EngineCoreRequest, Generate, SequenceStatus
-from octavo.core.request_options import RequestOptions
-from octavo.core.sampling_params import SamplingParams
 from octavo.engine.step_loop import StepLoop
 from octavo.lab.simulate.blocks import make_simulated_blocks
+from octavo.lab.simulate.core_requests import STOP, add_with_computed_kv, core_request
 from octavo.lab.simulate.prompt_ids import TOKEN, prompt_of
 from octavo.lab.simulate.step_profile import Overhead, StepProfile
 from octavo.lab.simulate.work import count_work
@@ -24,11 +21,8 @@ from octavo.lab.workloads.tokens import output_ids
 from octavo.lab.workloads.work_items import WorkItem
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence
-from octavo.scheduler.queues import Queues
 from octavo.scheduler.scheduler import Scheduler
 
-#: The token that ends a sequence before its ``max_tokens``.
-_STOP = 0
 #: Seconds of a step that computes and moves nothing, as while ``scheduler_delay_factor`` holds prompts back.
 _EMPTY_STEP = 20e-6
 _NEVER = 1 << 60
@@ -159,7 +153,7 @@ class SimulatedEngine:
                 f"at least 1 of output, and together at most max_model_len ({self.max_model_len})"
             )
         added = self._begin(number, item, progress)
-        request = _core_request(number, item, prompt, self._max_tokens(item))
+        request = core_request(number, item, prompt, self._max_tokens(item))
         answer: list[int] = []
         if item.session is not None and self.options.enable_prefix_caching:  # its next turn brings these tokens
             answer = output_ids(item)
@@ -198,8 +192,8 @@ class SimulatedEngine:
         limit = self._max_tokens(item)
         # Their content is not looked at, but it must not be that of another prompt.
         prompt = [number + TOKEN + 1] + [TOKEN] * (item.input_len + progress.tokens - 1)
-        request = _core_request(number, item, prompt, None if limit is None else limit - progress.tokens)
-        if not _add_with_computed_kv(self.scheduler.queues, request):
+        request = core_request(number, item, prompt, None if limit is None else limit - progress.tokens)
+        if not add_with_computed_kv(self.scheduler.queues, request):
             return None
         added = self._begin(number, item, progress)
         self._workers.received.update(self.blocks.groups[0].on_host.by_id[self._sequence(number)])
@@ -307,29 +301,6 @@ def run(
         on_step(engine)
 
 
-def _add_with_computed_kv(queues: Queues, request: EngineCoreRequest) -> bool:
-    """Adds a group of one sequence whose prompt, but for its last token, another engine has computed: it is swapped.
-
-    False, and nothing is changed, if too few host blocks are available.
-
-    Raises:
-        ValueError: layers have windows.
-    """
-    blocks, computed = queues.blocks, len(request.prompt_token_ids) - 1
-    if any(layers.window is not None for layers in blocks.groups):
-        raise ValueError("what another engine has computed can be received only where all layers keep all tokens")
-    count = blocks.blocks_for(computed)
-    if any(layers.host.num_available < count for layers in blocks.groups):
-        return False
-    group = queues.add(request)
-    seq = group.seqs[0]
-    for layers in blocks.groups:
-        layers.on_host.by_id[seq.seq_id] = layers.cache.allocate_on_host(count)
-    seq.num_computed, group.prefilling = computed, False
-    queues.move(group, SequenceStatus.SWAPPED)
-    return True
-
-
 class _Workers:
     """Takes plans like an executor: each takes the device for the time that the profile says."""
 
@@ -383,7 +354,7 @@ class _Workers:
         if self.ends:
             for i, seq in enumerate(sampled):
                 if len(seq.token_ids) + 1 >= self.ends.get(seq.group.group_id, _NEVER):
-                    tokens[i] = _STOP
+                    tokens[i] = STOP
         return result
 
 
@@ -396,28 +367,6 @@ class _SimulatedStep:
 
     def wait(self) -> StepResult:
         return self.workers.done(self.result, self.sampled, self.end)
-
-
-@lru_cache(maxsize=4096)
-def _task(max_tokens: int | None) -> Generate:
-    """Shared by all requests with this limit; nothing changes it."""
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-    return Generate(params, seed=0, stop_token_ids=[_STOP])
-
-
-def _core_request(number: int, item: WorkItem, prompt: list[int], max_tokens: int | None) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        group_id=number,
-        prompt_token_ids=prompt,
-        task=_task(max_tokens),
-        arrival_time=item.at,
-        options=RequestOptions(
-            priority=item.priority,
-            user=item.user or "",
-            ttft_target=item.ttft_target,
-            tpot_target=item.tpot_target,
-        ),
-    )
 
 
 def _ignore_gap(seconds: float, tokens: int) -> None:
