@@ -92,14 +92,13 @@ def test_names_that_there_are_not_are_refused_and_nothing_changes(names: str, er
 def test_what_the_variable_names_is_taken_and_shown() -> None:
     """In processes of their own, as a process has one choice."""
     script = "from octavo.kernels.cpu.backend import CpuKernels; print(CpuKernels().describe())"
-    integers = _cpu.available_isas().integers[0]
-    for names, error in ((f"generic+{integers}", None), ("avx3", "ConfigError: OCTAVO_CPU_ISA: there is no")):
+    for names, error in (("generic+generic", None), ("avx3", "ConfigError: OCTAVO_CPU_ISA: there is no")):
         env = {**os.environ, "OCTAVO_CPU_ISA": names}
         found = subprocess.run(
             [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=PATIENCE
         )
         if error is None:
-            assert found.stdout.startswith(f"cpu (float generic, integer {integers}, "), found.stderr
+            assert found.stdout.startswith("cpu (float generic, integer generic, "), found.stderr
         else:
             assert error in found.stderr
 
