@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
+
+if TYPE_CHECKING:
+    import numpy as np
 
 #: Kinds of inputs: token ids (int32, little-endian), and sound (float32, little-endian; mono, at the model's rate).
 TOKENS, AUDIO = "tokens", "audio"
@@ -32,16 +35,22 @@ class EncoderInput(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of_tokens(cls, token_ids: list[int]) -> EncoderInput:
         """A text, as ids from 0 to 2**31 - 1."""
+        import numpy as np
+
         return cls.of(TOKENS, np.array(token_ids, "<i4").tobytes(), len(token_ids))
 
     @property
     def token_ids(self) -> list[int] | None:
         """Those of a text."""
+        import numpy as np
+
         return np.frombuffer(self.payload, "<i4").tolist() if self.kind == TOKENS else None
 
     @classmethod
     def of_audio(cls, samples: np.ndarray, num_tokens: int) -> EncoderInput:
         """Sound, float32 [samples], at the model's rate; ``num_tokens`` positions are what the network makes of it."""
+        import numpy as np
+
         return cls.of(AUDIO, np.ascontiguousarray(samples, "<f4").tobytes(), num_tokens)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from octavo.core.encoder_input import EncoderFacts, EncoderInput
 from octavo.core.errors import InvalidRequestError
 from octavo.core.model_config import ModelConfig
@@ -140,6 +138,8 @@ def audio_input(data: Any, facts: EncoderFacts) -> EncoderInput:
         raise InvalidRequestError('the model reads sound: give it as {"multi_modal_data": {"audio": (samples, rate)}}')
     if rate != facts.audio_rate:
         raise InvalidRequestError(f"sound must have {facts.audio_rate} samples a second, not {rate!r}")
+    import numpy as np
+
     values = np.asarray(samples)
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.floating):
         raise InvalidRequestError(f"sound must be float32 [samples] of one channel, not {values.dtype} {values.shape}")
