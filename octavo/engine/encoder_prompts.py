@@ -49,7 +49,7 @@ class EncoderPrompts:
         Raises:
             InvalidRequestError: it is none that the model can read.
         """
-        if isinstance(prompt, Mapping) and "encoder_input" in prompt:
+        if isinstance(prompt, Mapping) and isinstance(prompt.get("encoder_input"), EncoderInput):
             return prompt  # type: ignore[return-value]
         salt = None
         if isinstance(prompt, Mapping):

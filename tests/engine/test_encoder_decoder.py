@@ -317,6 +317,7 @@ def test_two_ranks_and_a_killed_worker(folder: Path, alone: list[Any]) -> None:
         ({"encoder_prompt": [3], "prompt": "x"}, "not 'prompt'"),
         ({"prompt_token_ids": [3], "multi_modal_data": {"audio": 1}}, "the model takes text alone"),
         ({"encoder_prompt": 7}, "a prompt must be text"),
+        ({"prompt_token_ids": [3], "encoder_input": 5}, "unknown key 'encoder_input'"),
         (7, "prompts must be text"),
     ],
 )
