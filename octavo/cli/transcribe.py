@@ -28,6 +28,7 @@ examples:
   octavo transcribe talk.mp3
   octavo transcribe talk.mp3 --format srt > talk.srt
   octavo transcribe *.wav --format vtt --output-dir subtitles
+  octavo transcribe talk.mp3 --format verbose_json --word-timestamps
   octavo transcribe interview.flac --model ./whisper-small --language de --hotwords "Octavo, Whisper"
 
 Files are wav, flac, ogg or mp3 of any length, rate and number of channels. Several are computed together, each is
@@ -52,6 +53,7 @@ def make_parser() -> Parser:
     parser.add_argument("--hotwords", metavar="TEXT", help="words that may occur")
     parser.add_argument("--temperature", type=float, metavar="X", help="one alone (default: 0, and more on doubt)")
     parser.add_argument("--seed", dest="speech_seed", type=int, default=0, metavar="N", help="of temperatures above 0")
+    parser.add_argument("--word-timestamps", action="store_true", help="times of words, in verbose_json")
     parser.add_argument("--max-seconds", type=float, metavar="X", help="refuse recordings that last longer")
     add_json_flag(parser)
     add_verbose_flag(parser)
@@ -120,7 +122,9 @@ def _params(arguments: Arguments) -> TranscriptionParams:
     """
     from octavo.speech.transcription_params import TranscriptionParams
 
-    names = ("language", "task", "prompt", "hotwords", "temperature")
+    if arguments.word_timestamps and arguments.format != "verbose_json":
+        raise ConfigError(f"--word-timestamps needs --format verbose_json: {arguments.format} has no times of words")
+    names = ("language", "task", "prompt", "hotwords", "temperature", "word_timestamps")
     try:
         return TranscriptionParams(**{name: getattr(arguments, name) for name in names}, seed=arguments.speech_seed)
     except InvalidRequestError as e:

@@ -122,6 +122,8 @@ class RequestOutput:
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     num_encoder_tokens: int = 0
+    #: Of a request that asks for them: weights of cross attention, float32 [heads, prompt tokens, encoder positions].
+    attention_weights: bytes | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -153,4 +155,5 @@ class RequestOutput:
             later,
             outputs=[mine + added for mine, added in zip(self.outputs, later.outputs, strict=True)],
             prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
+            attention_weights=self.attention_weights or later.attention_weights,
         )

@@ -154,7 +154,8 @@ class SequenceResult(msgspec.Struct, array_like=True):
     #: First prompt position that ``prompt_logprobs`` covers (position 0 has none).
     prompt_start: int = 0
     prompt_logprobs: list[PositionLogprobs] = []
-    #: Of a ``Pool`` whose prompt is computed: its vector or scores, float32, or those of each token in turn.
+    #: Of a ``Pool`` whose prompt is computed: its vector or scores, float32, or those of each token in turn;
+    #: of a ``Generate`` with alignment heads: their weights, float32 [heads, prompt tokens, encoder positions].
     pooled: bytes | None = None
     #: The sequence failed and ends with this message, in place of the last of its sampled tokens, if it has any; other
     #: sequences are not affected.

@@ -104,6 +104,8 @@ class Generate(Task):
     thinking_budget: ThinkingBudget | None = None
     #: Of a transcription.
     timestamps: TimestampRules | None = None
+    #: (layer, head) whose cross attention weights of the prompt's tokens are the result beside logprobs, in this order.
+    alignment_heads: list[tuple[int, int]] = []
 
     def __post_init__(self) -> None:
         for ids in (self.stop_token_ids, self.bad_words_ids, self.ignored_eos_ids):
@@ -123,6 +125,16 @@ class Generate(Task):
     def prompt_logprobs(self) -> int | None:
         """See ``Task``."""
         return self.params.prompt_logprobs
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """See ``Task``."""
+        return bool(self.alignment_heads) or self.prompt_logprobs is not None
+
+    @property
+    def is_kept_by_workers(self) -> bool:
+        """See ``Task``: weights of attention."""
+        return bool(self.alignment_heads)
 
     def sequence_seed(self, index: int) -> int:
         """The seed of completion ``index``."""

@@ -51,6 +51,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     reasoning: ReasoningMarks | None = None
     #: Of a transcription.
     timestamps: TimestampRules | None = None
+    #: Of a transcription: (layer, head) whose cross attention weights are asked for, of a prompt without an answer.
+    alignment_heads: Sequence[tuple[int, int]] = ()
     #: Who asks; clients take turns with what has to be compiled.
     client: str = ""
     #: Of a shared prefix, which samples nothing: the name under which its blocks are pinned once computed.
@@ -79,8 +81,10 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 DEFAULT_OPTIONS = RequestOptions()
+#: Fields that are set by the engine's own front ends alone.
+_INTERNAL = {"pin_as", "reasoning", "timestamps", "alignment_heads"}
 #: Names of keywords that are fields of ``RequestOptions``, or that stand for one.
-KEYWORDS = {*RequestOptions.__struct_fields__, "prompt_adapter_request"} - {"pin_as", "reasoning", "timestamps"}
+KEYWORDS = {*RequestOptions.__struct_fields__, "prompt_adapter_request"} - _INTERNAL
 
 
 def check_request_keywords(method: str, keywords: Mapping[str, Any]) -> None:

@@ -19,7 +19,6 @@ from octavo.core.reasoning import ReasoningMarks, ThinkingBudget
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
-from octavo.core.timestamp_rules import TimestampRules
 from octavo.engine.encoder_prompts import EncoderPrompts
 from octavo.engine.model_files import ModelFiles
 from octavo.engine.output_processor import RequestState
@@ -37,7 +36,7 @@ _MARK_TOKENS = 16
 #: Options that the front end makes other fields of a core's request of, or needs itself: none of them is sent.
 _RESOLVED: dict[str, Any] = {
     "arrival_time": None, "lora_request": None, "prediction": None, "visible_tokens": frozenset(), "client": "",
-    "reasoning": None, "timestamps": None,
+    "reasoning": None, "timestamps": None, "alignment_heads": (),
 }  # fmt: skip
 
 
@@ -116,7 +115,7 @@ class InputProcessor:
         fitted = params if limit is params.max_tokens else msgspec.structs.replace(params, max_tokens=limit)
         thinking = self._thinking_budget(params, options.reasoning, text, token_ids)
         num_forced = 0 if split is None else split["num_forced"]
-        task = self._task(fitted, thinking, options.timestamps, num_forced=num_forced)
+        task = self._task(fitted, thinking, options, num_forced=num_forced)
         encoder_input = None if split is None else split.get("encoder_input")
         group = self.core_request(token_ids, task, arrival, options, adapter, predicted, encoder_input)
         if isinstance(params, BeamSearchParams):  # its hypotheses are shown as completions
@@ -193,7 +192,7 @@ class InputProcessor:
         self,
         params: SamplingParams | BeamSearchParams,
         thinking: ThinkingBudget | None = None,
-        timestamps: TimestampRules | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
         num_forced: int = 0,
     ) -> Generate | Beam:
         if isinstance(params, BeamSearchParams):
@@ -219,7 +218,9 @@ class InputProcessor:
             params = msgspec.structs.replace(params, structured_outputs=None)  # the core takes the grammar alone
             if not grammar.begin_after:
                 thinking = None  # the form is all there is
-        return Generate(params, seed, sorted(stops), bad_words, ignored, grammar, thinking, timestamps)
+        heads = list(options.alignment_heads)
+        rules = options.timestamps
+        return Generate(params, seed, sorted(stops), bad_words, ignored, grammar, thinking, rules, heads)
 
     def read_prompt(self, prompt: Prompt | Any) -> tuple[str | None, list[int]]:
         """The text (if there is one) and the token ids of a prompt in any of its forms, as an encoder reads it."""

@@ -159,6 +159,7 @@ class RequestState:
         if (given := self.group.encoder_input) is not None:
             output.encoder_prompt, output.num_encoder_tokens = self.encoder_prompt, given.num_tokens
             output.encoder_prompt_token_ids = given.token_ids
+            output.attention_weights, self.pooled = self.pooled, None
         if self.prompt_logprobs is not None and (finished or len(self.prompt_logprobs) == len(self.prompt_token_ids)):
             output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return output

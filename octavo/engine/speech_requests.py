@@ -69,7 +69,13 @@ class SpeechRequests:
         self.codec = SpeechCodec(files.tokenizer)
 
     def loop(self, params: TranscriptionParams, *, scores: bool = False) -> Loop:
-        """See ``transcribe``."""
+        """See ``transcribe``.
+
+        Raises:
+            InvalidRequestError: times of words are wanted, and the model's files name heads that it has not.
+        """
+        if params.word_timestamps:
+            self._alignment_heads()
         return transcribe(params, self.known, self.codec, scores=scores)
 
     def hear(self, audio: NDArray[np.float32]) -> EncoderInput:
@@ -94,8 +100,26 @@ class SpeechRequests:
             params = SamplingParams(temperature=0.0, max_tokens=1, logprob_token_ids=listed, detokenize=False)
         else:
             assert isinstance(ask, Align)
-            raise InvalidRequestError("word_timestamps must be False: this engine does not give attention weights")
+            params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
+            options = msgspec.structs.replace(options, alignment_heads=self._alignment_heads())
+            start = [*ask.prompt, *ask.tokens]
         return SpeechRequest(_prompt(start, heard), params, options)
+
+    def _alignment_heads(self) -> list[tuple[int, int]]:
+        """Those that the model's files name; else all of the upper half of the layers, as in OpenAI's program.
+
+        Raises:
+            InvalidRequestError: the model has not all of them.
+        """
+        layers, heads = self._config.num_layers, self._config.num_heads
+        for layer, head in self.known.alignment_heads:
+            if not (0 <= layer < layers and 0 <= head < heads):
+                raise InvalidRequestError(
+                    f"word_timestamps must be False: alignment_heads of the model's files has [{layer}, {head}], and "
+                    f"the model {layers} layers of {heads} heads"
+                )
+        upper = [(layer, head) for layer in range(layers // 2, layers) for head in range(heads)]
+        return list(self.known.alignment_heads) or upper
 
     def answer(self, ask: Ask, output: RequestOutput) -> Any:
         """What a finished request says.
@@ -113,9 +137,24 @@ class SpeechRequests:
             return Answer(tokens, made.cumulative_logprob or 0.0)
         if isinstance(ask, Language):
             return made.token_ids[0]
+        if isinstance(ask, Align):
+            return _alignment(ask, output)
         assert isinstance(ask, Silence)
         assert made.logprobs is not None
         return math.exp(max(_LEAST_LOGPROB, made.logprobs[0][self.known.no_speech].logprob))
+
+
+def _alignment(ask: Align, output: RequestOutput) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """See ``Align``: of each token what is known where it is predicted, which is at the token before it."""
+    assert output.attention_weights is not None
+    assert output.prompt_logprobs is not None
+    first, prompt = len(ask.prompt), output.prompt_token_ids
+    weights = np.frombuffer(output.attention_weights, np.float32).reshape(-1, len(prompt), output.num_encoder_tokens)
+    logprobs = [
+        known[token].logprob if known is not None else _LEAST_LOGPROB
+        for token, known in zip(prompt[first:], output.prompt_logprobs[first:], strict=True)
+    ]
+    return weights[:, first - 1 : -1], np.exp(np.maximum(logprobs, _LEAST_LOGPROB)).astype(np.float32)
 
 
 def check_hears(config: ModelConfig, name: str) -> None:

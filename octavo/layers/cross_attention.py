@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.arrays import Array
@@ -29,6 +29,18 @@ class KVParallelLinear(ParallelLinear):
     def __init__(self, context: LayerContext, inputs: int, outputs: int, rows: slice, bias: bool) -> None:
         parts = [Part(name, outputs, rows, slice(None)) for name in ("k_proj", "v_proj")]
         super().__init__(context, parts, inputs, inputs, bias)
+
+
+@dataclass(frozen=True)
+class CrossQueries:
+    """Queries of a layer's cross attention."""
+
+    #: [T, H, D] of this rank's heads.
+    values: Array
+    #: Which those are of all.
+    heads: slice
+    num_heads: int
+    spec: AttentionSpec
 
 
 class CrossAttention(Layer):
@@ -66,6 +78,7 @@ class CrossAttention(Layer):
         kv = KVParallelLinear(context, width or hidden, kv_heads * head_dim, rows, config.qkv_bias)
         self.kv = self.attach("", kv)
         self.kv_heads = own_kv.stop - own_kv.start
+        self._own, self._num_heads = own, heads
         self.out = self.attach("o_proj", RowParallelLinear(context, heads * head_dim, hidden, config.o_bias, columns))
         self.spec = AttentionSpec(head_dim**-0.5 if scale is None else scale, causal=False, cross=True)
         context.kernels.check_attention(self.spec)
@@ -76,9 +89,12 @@ class CrossAttention(Layer):
         keys, values = heads[:, : self.kv_heads], heads[:, self.kv_heads :]
         self.kernels.reshape_and_cache(keys, values, cache, batch.slot_mapping[cache.group])
 
+    def queries(self, x: Array) -> CrossQueries:
+        """The queries of x [T, E]."""
+        values = self.query(x).reshape(x.shape[0], -1, self.head_dim)
+        return CrossQueries(values, self._own, self._num_heads, self.spec)
+
     def add_to(self, residual: Array, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """residual + the attention of x [T, E], float32 [T, E]; the residual's memory may be reused."""
-        tokens = x.shape[0]
-        q = self.query(x).reshape(tokens, -1, self.head_dim)
-        attended = self.kernels.paged_attention(q, cache, batch, self.spec)
-        return self.out.add_to(residual, attended.reshape(tokens, -1))
+        attended = self.kernels.paged_attention(self.queries(x).values, cache, batch, self.spec)
+        return self.out.add_to(residual, attended.reshape(x.shape[0], -1))

@@ -26,7 +26,7 @@ from octavo.kernels.interface import AttentionSpec
 from octavo.kernels.packed_weight import Activation
 from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
-from octavo.layers.cross_attention import CrossAttention
+from octavo.layers.cross_attention import CrossAttention, CrossQueries
 from octavo.layers.layer import Layer
 from octavo.layers.mlp import MLP, GatedMLP
 from octavo.layers.norm import LayerNorm, RMSNorm
@@ -79,14 +79,23 @@ class CrossDecoderLayer(DecoderLayer):
 
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """See ``DecoderLayer``."""
-        x = residual
+        x = self._attended(residual, cache, batch)
         if self.norm_first:
-            x = self.attention.add_to(x, self.attention_norm(x), cache, batch)
             x = self.cross_attention.add_to(x, self.cross_norm(x), cache, batch)
             return self.mlp.add_to(x, self.mlp_norm(x))
-        x = self.attention_norm.float32(self.attention.add_to(x, x, cache, batch))
         x = self.cross_norm.float32(self.cross_attention.add_to(x, x, cache, batch))
         return self.mlp_norm.float32(self.mlp.add_to(x, x))
+
+    def _attended(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+        """The stream after the attention over the tokens themselves."""
+        if self.norm_first:
+            return self.attention.add_to(residual, self.attention_norm(residual), cache, batch)
+        return self.attention_norm.float32(self.attention.add_to(residual, residual, cache, batch))
+
+    def cross_queries(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> CrossQueries:
+        """Those that ``__call__`` has of the same arguments; the input's memory may be reused."""
+        x = self._attended(residual, cache, batch)
+        return self.cross_attention.queries(self.cross_norm(x) if self.norm_first else x)
 
 
 class EncoderStack(Layer):
@@ -209,3 +218,9 @@ class EncoderDecoder(Decoder):
             assert isinstance(layer, CrossDecoderLayer)
             layer.cross_attention.write(states, cache, batch)
         return states
+
+    def cross_queries(self, layer: int, residual: Array, cache: LayerCache, batch: ForwardBatch) -> CrossQueries:
+        """See ``Network``."""
+        found = self.layers[layer]
+        assert isinstance(found, CrossDecoderLayer)
+        return found.cross_queries(residual, cache, batch)

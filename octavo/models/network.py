@@ -14,6 +14,7 @@ from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.layers.context import LayerContext
+from octavo.layers.cross_attention import CrossQueries
 from octavo.layers.layer import Layer
 from octavo.layers.rope import RotaryTable
 from octavo.models.checkpoint import CheckpointEntry
@@ -121,6 +122,17 @@ class Network(Layer, ABC):
             The encoder's output [T, E].
         """
         raise NotImplementedError(f"{type(self).__name__} has no encoder")
+
+    def cross_queries(self, layer: int, residual: Array, cache: LayerCache, batch: ForwardBatch) -> CrossQueries:
+        """Of an encoder-decoder network: the queries of a layer's cross attention, from the layer's input.
+
+        Args:
+            layer: its number.
+            residual: its input, float32 [T, E], whose memory may be reused.
+            cache: that of the layer, to which the tokens' own keys and values are written.
+            batch: the step's tokens.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no cross attention")
 
     def set_virtual_tokens(self, first: int, embeddings: np.ndarray) -> None:
         """Writes embeddings [n, E] of virtual tokens, those of ids ``vocab_size + first`` on; a stage without the

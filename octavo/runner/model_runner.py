@@ -15,6 +15,7 @@ from octavo.core.startup import WorkerFacts
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput
 from octavo.models.sizes import weight_bytes
+from octavo.runner.alignment import Alignment
 from octavo.runner.context_encoder import ContextEncoder
 from octavo.runner.contexts import Contexts
 from octavo.runner.device_batch import SampledTokens
@@ -79,6 +80,7 @@ class ModelRunner:
                 self._drafter.start(self._batch, self._sampler, self._device, largest, caches)
         self._prompts = PromptLogprobs(self._batch, self._sampler, self._kernels, loaded.config.vocab_size)
         self._pooling = Pooling(loaded) if samples else None
+        self._alignment = Alignment(loaded)
         self._in_flight: deque[QueuedStep] = deque()
         #: Whether forced tokens are appended. A sequence may not be planned ahead then, before they are known.
         ahead = options.pipeline_parallel_size == 1 and options.plans_ahead(self.device_name)
@@ -230,6 +232,7 @@ class ModelRunner:
             return
         self._prompts.compute(self.loaded.network, inputs, output.hidden, step)
         self._pooling.compute(inputs, batch, output.hidden, step, self._caches)
+        self._alignment.compute(inputs, batch, step, self._caches)
         if len(inputs.sampling):
             self._step_sampler.sample(inputs, output, step)
         else:
@@ -257,6 +260,7 @@ class ModelRunner:
             if row is not None:
                 self._sampler.remove(row)
                 self._prompts.forget(seq_id)
+                self._alignment.forget(seq_id)
                 if self._pooling is not None:
                     self._pooling.forget(seq_id)
                 if self._prompt_adapters is not None:
@@ -276,6 +280,7 @@ class ModelRunner:
                 if self._prompt_adapters is not None:
                     self._prompt_adapters.add(sequence, row, self._batch.tokens)
                 self._prompts.add(sequence)
+                self._alignment.add(sequence)
                 if self._pooling is not None:
                     self._pooling.add(sequence)
         except Exception as e:

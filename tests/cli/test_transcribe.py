@@ -28,6 +28,13 @@ def test_files_are_written_and_one_fails_alone(
     assert 7 < figures["audio_seconds"] < 9
 
 
+def test_times_of_words(octavo: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert octavo("transcribe", SPEECH, "--format", "verbose_json", "--word-timestamps", "--temperature", 0) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert " ".join(word["word"] for word in made["words"]) == made["text"]
+    assert all(0 <= word["start"] <= word["end"] <= made["duration"] for word in made["words"])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -36,6 +43,7 @@ def test_files_are_written_and_one_fails_alone(
         (("a.wav", "x/a.mp3", "--output-dir", "."), "two recordings would be written to"),
         (("a.wav", "--output-dir", "/nowhere/at/all"), "is no folder"),
         (("a.wav", "--task", "sing"), "task must be 'transcribe' or 'translate', not 'sing'"),
+        (("a.wav", "--word-timestamps"), "--word-timestamps needs --format verbose_json: text has no times of words"),
         (("a.wav", "--temperature", "5"), "temperature must be in [0, 2], not 5.0"),
         (("a.wav", "--language", "english", "--format", "pdf"), "invalid choice: 'pdf'"),
     ],

@@ -71,6 +71,39 @@ def test_long_recordings_are_windows_in_order(llm: LLM, speech: NDArray[np.float
     assert made.segments[-1].end > made.duration - 10
 
 
+def test_words_have_times(llm: LLM, speech: NDArray[np.float32]) -> None:
+    params = TranscriptionParams(temperature=0.0, word_timestamps=True)
+    [made] = transcribe(llm, SPEECH, params)
+    words = [word for segment in made.segments for word in segment.words or ()]
+    for segment in made.segments:
+        assert segment.words is not None
+        assert "".join(word.word for word in segment.words) == segment.text
+    times = [time for word in words for time in (word.start, word.end)]
+    assert times == sorted(times)
+    assert times[0] >= 0.0
+    assert times[-1] <= made.duration
+    assert all(0.0 < word.probability <= 1.0 for word in words)
+    assert min(segment.words[0].start - segment.start for segment in made.segments if segment.words) > -0.5
+    # What comes later in the recording comes later in the words, by as much.
+    shift = np.zeros(16_000, np.float32)
+    [later] = transcribe(llm, np.concatenate([shift, speech]), params)
+    moved = {word.word: word.start for segment in later.segments for word in segment.words or ()}
+    by_name = {word.word: word.start for word in words}
+    for name in (" fox", " lazy", " shore,"):
+        assert abs(moved[name] - by_name[name] - 1.0) < 0.2
+    assert transcribe(llm, [SPEECH, speech[: 3 * 16_000]], params)[0] == made
+
+
+def test_alignment_heads_that_the_model_has_not_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    known = llm.front_end.speech.known
+    monkeypatch.setattr(llm.front_end.speech, "known", replace(known, alignment_heads=((1, 0), (4, 0))))
+    with pytest.raises(InvalidRequestError, match=r"alignment_heads of the model's files has \[4, 0\].* 4 layers of 6"):
+        transcribe(llm, SPEECH, TranscriptionParams(word_timestamps=True))
+    assert transcribe(llm, SPEECH)[0].text
+
+
 def test_a_recording_drawn_with_a_seed_is_drawn_again(llm: LLM) -> None:
     params = TranscriptionParams(temperature=1.0, seed=3)
     first, second = (transcribe(llm, SPEECH, params)[0] for _ in range(2))

@@ -67,6 +67,19 @@ def test_openai_client(server: Running) -> None:
         assert verbose.segments[0].start == 0.0
         assert "".join(segment.text for segment in verbose.segments).strip() == verbose.text
         assert all(0 <= segment.no_speech_prob < 0.6 for segment in verbose.segments)
+        timed = client.audio.transcriptions.create(
+            model="ears",
+            file=("speech.ogg", data),
+            response_format="verbose_json",
+            timestamp_granularities=["word", "segment"],
+        )
+        assert timed.words is not None
+        assert " ".join(word.word for word in timed.words) == timed.text
+        times = [time for word in timed.words for time in (word.start, word.end)]
+        assert times == sorted(times)
+        assert times[0] >= 0
+        assert times[-1] <= timed.duration
+        assert timed.segments
         text = client.audio.transcriptions.create(model="ears", file=("speech.ogg", data), response_format="text")
         assert str(text).strip() == made.text
         events = list(client.audio.transcriptions.create(model="ears", file=("speech.ogg", data), stream=True))
