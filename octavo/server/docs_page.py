@@ -28,7 +28,8 @@ def docs_page(description: dict[str, Any]) -> str:
 def _route(name: str, route: dict[str, Any], schemas: dict[str, Any]) -> str:
     page = f"<h2>{escape(name)}</h2><p>{escape(route.get('description', ''))}</p>"
     if "requestBody" in route:
-        page += _fields(_schema(route["requestBody"]["content"]["application/json"]["schema"], schemas))
+        [body] = route["requestBody"]["content"].values()  # JSON, or a form
+        page += _fields(_schema(body["schema"], schemas))
     statuses = [(status, response["description"]) for status, response in route["responses"].items()]
     return page + _details("Responses", _table(statuses))
 
@@ -43,8 +44,9 @@ def _fields(schema: dict[str, Any]) -> str:
 
 
 def _schema(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = schemas[schema["$ref"].rpartition("/")[2]]
-    return found
+    """A schema, which a form has in its place and others by name."""
+    named: dict[str, Any] = schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    return named
 
 
 def _kind(field: dict[str, Any]) -> str:

@@ -236,7 +236,9 @@ class _Transcriber:
         made = add_words(made, weights[:, :, :steps], probabilities, offset, known, self._codec.decode, state.language)
         words = [word for segment in made for word in segment.words or ()]
         if words and next_step < steps:
-            next_step = max(1, min(next_step, round((words[-1].end - offset) / TIME_STEP)))
+            # Not by less than a second: words that all seem to be at its beginning would make endless windows.
+            least = min(next_step, round(1 / TIME_STEP))
+            next_step = max(least, min(next_step, round((words[-1].end - offset) / TIME_STEP)))
         return made, next_step
 
     def _decoded(self, state: _State, start: int) -> Generator[Ask, Any, _Scored]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,9 +89,9 @@ def test_words_have_times(llm: LLM, speech: NDArray[np.float32]) -> None:
     shift = np.zeros(16_000, np.float32)
     [later] = transcribe(llm, np.concatenate([shift, speech]), params)
     moved = {word.word: word.start for segment in later.segments for word in segment.words or ()}
-    by_name = {word.word: word.start for word in words}
-    for name in (" fox", " lazy", " shore,"):
-        assert abs(moved[name] - by_name[name] - 1.0) < 0.2
+    shifts = [moved[word.word] - word.start for word in words if word.word in moved and word.word != " the"]
+    assert len(shifts) > 5
+    assert abs(np.median(shifts) - 1.0) < 0.1
     assert transcribe(llm, [SPEECH, speech[: 3 * 16_000]], params)[0] == made
 
 
@@ -175,10 +176,12 @@ def test_what_the_model_cannot_do_is_refused(llm: LLM) -> None:
 def test_an_interrupt_leaves_nothing_behind(llm: LLM, speech: NDArray[np.float32]) -> None:
     import _thread
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     threading.Timer(0.3, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
         while True:
             transcribe(llm, [np.concatenate([speech] * 20)] * 4)
+    signal.signal(signal.SIGINT, before)
     assert not llm.has_unfinished_requests()
     assert llm.stats().num_running == 0
     assert "fox" in transcribe(llm, SPEECH)[0].text

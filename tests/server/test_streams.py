@@ -142,6 +142,7 @@ def test_responses_to_generated_requests_conform_to_openapi(tiny_server: Running
         "/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items",
         "/v1/responses/{response_id}/cancel",
         "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/audio/transcriptions", "/v1/audio/translations",
         "/completion", "/completions", "/infill", "/apply-template", "/props", "/slots", "/tokenizer_info",
         "/", "/health", "/version", "/metrics", "/reset_prefix_cache",
         "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify", "/pooling",
