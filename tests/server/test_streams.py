@@ -153,7 +153,10 @@ def test_responses_to_generated_requests_conform_to_openapi(tiny_server: Running
         assert path.partition("/{")[0] in guide.read_text(encoding="utf-8")
         for method in route.values():
             assert method["description"] and "422" not in method["responses"]
-    run_schemathesis(tiny_server, "--max-examples", "8", "--phases", "examples,fuzzing")
+    # It cannot make the forms of these: its filter refuses its own type for the bytes of a file.
+    run_schemathesis(
+        tiny_server, "--max-examples", "8", "--phases", "examples,fuzzing", "--exclude-path-regex", "/v1/audio/"
+    )
 
 
 def test_responses_of_encoders_conform_to_openapi(
