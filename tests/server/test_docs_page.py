@@ -20,6 +20,6 @@ def test_the_docs_name_every_route_and_field_and_load_nothing(tiny_server: Runni
     for name in description["components"]["schemas"]["ChatCompletionRequest"]["properties"]:
         assert f"<td>{name}<td>" in page
     assert (
-        "<td>prompt<td>string or list of string or list of integer or list of list of integer or EncoderDecoderParts"
-        in page
+        "<td>prompt<td>string or list of string or list of integer or list of list of integer or EncoderDecoderParts "
+        "or list of EncoderDecoderParts<td>Required." in page
     )

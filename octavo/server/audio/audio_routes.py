@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Callable
@@ -37,7 +36,7 @@ async def create_translation(request: Request) -> Response:
 
 async def _respond(request: Request, kind: type[AudioRequest], task: Task) -> Response:
     service = service_of(request)
-    deadline = asyncio.get_running_loop().time() + service.options.request_timeout
+    deadline = service.deadline()
     service.require("transcribe")
     body, upload = await read_form(request, kind, service)
     named = await service.model(body.model)
