@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from octavo.core.encoder_input import EncoderFacts
+from octavo.core.image_input import ImageFacts
 from octavo.core.pooler_config import PoolerConfig
 
 #: Scalings of the rotary embedding that can be computed.
@@ -106,6 +107,8 @@ class ModelConfig:
     is_encoder: bool = False
     #: Of an encoder-decoder network; the other fields are those of its decoder.
     encoder_facts: EncoderFacts | None = None
+    #: Of a network that sees images.
+    image_facts: ImageFacts | None = None
     #: Names of the classes.
     labels: tuple[str, ...] = ()
     #: How vectors and class scores are made.

@@ -230,8 +230,11 @@ class Feature(msgspec.Struct, frozen=True, array_like=True):
     length: int
     #: Digest of the input's content, and of all else that its embeddings depend on.
     key: bytes
-    #: The input, where it has to be sent along.
-    payload: bytes | None = None
+    #: Which of ``EngineCoreRequest.images`` it comes from, and the first of that image's features that it has.
+    image: int = 0
+    first: int = 0
+    #: Features along time, height and width, of networks with such positions.
+    grid: tuple[int, int, int] | None = None
 
 
 class EngineCoreRequest(msgspec.Struct, kw_only=True, gc=False):
@@ -248,6 +251,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, gc=False):
     adapter: AdapterRef | None = None
     #: Of an encoder-decoder network: what its encoder reads. ``prompt_token_ids`` are the decoder's then.
     encoder_input: EncoderInput | None = None
+    #: Images of the prompt: key and payload of their preparations (``ImageInput.encode``).
+    images: list[tuple[str, bytes]] = []
     #: In the order of their offsets; they do not overlap.
     features: list[Feature] = []
     #: What the output is likely to be: it is drafted, and changes nothing of it.

@@ -19,6 +19,7 @@ from octavo.layers.layer import Layer
 from octavo.layers.rope import RotaryTable
 from octavo.models.checkpoint import CheckpointEntry
 from octavo.models.config_reader import ConfigReader
+from octavo.models.vision.tower import Tower
 
 
 class ResidualReader(Protocol):
@@ -50,6 +51,9 @@ class Network(Layer, ABC):
     #: Without a decoder ``kv_specs`` are empty, and ``forward_layers`` gets this cache for each layer; else ``encode``
     #: has it.
     workspace: KVSpec | None = None
+
+    #: Of a network that sees images, on its first stage: what makes features of them.
+    tower: Tower | None = None
 
     @classmethod
     @abstractmethod

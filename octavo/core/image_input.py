@@ -1,0 +1,54 @@
+"""Images in prompts: what a model says of them, and what is sent of one to the workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """What a model that sees images says of them."""
+
+    #: Which ``ImageProcessor`` (``octavo/images/``) makes pixels and placeholders.
+    family: Literal["llava", "idefics3", "gemma3", "qwen2_5_vl"]
+    #: The token that stands for each feature in a prompt.
+    token_id: int
+    #: Whether the tokens of an image see each other in both directions, so that one step computes all of them.
+    is_whole: bool = False
+    #: Pairs of a head that are rotated by time, height and width (M-RoPE: Wang et al. 2024, section 2.1); empty: all by
+    #: the token's position.
+    rotary_sections: tuple[int, ...] = ()
+
+
+class ImageInput(msgspec.Struct, frozen=True, array_like=True):
+    """One image after resizing, cutting and cropping: pieces of equal size, each of which the tower sees alone."""
+
+    #: uint8 [pieces, height, width, 3] (red, green, blue), contiguous.
+    pixels: bytes
+    pieces: int
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, pixels: np.ndarray) -> ImageInput:
+        """Of pieces uint8 [n, height, width, 3]."""
+        count, height, width, _ = pixels.shape
+        return cls(pixels.tobytes(), count, height, width)
+
+    def array(self) -> np.ndarray:
+        """The pieces, uint8 [n, height, width, 3], read-only."""
+        import numpy as np
+
+        return np.frombuffer(self.pixels, np.uint8).reshape(self.pieces, self.height, self.width, 3)
+
+    def encode(self) -> tuple[str, bytes]:
+        """Digest of its content, and the payload of its preparation."""
+        payload = msgspec.msgpack.encode(self)
+        return f"image:{blake2b(payload, digest_size=16).hexdigest()}", payload
