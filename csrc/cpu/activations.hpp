@@ -38,6 +38,9 @@ OCTAVO_INLINE F32 gelu_tanh(F32 x) {
   return x / (1.0f + exp(-2.0f * u));
 }
 
+// x / (1 + e^(-1.702 x)): Hendrycks & Gimpel 2016, section 2.
+OCTAVO_INLINE F32 quick_gelu(F32 x) { return x / (1.0f + exp(-1.702f * x)); }
+
 // cap * tanh(x / cap)
 OCTAVO_INLINE F32 soft_capped(F32 x, float cap) {
   const F32 e = exp(x * (2.0f / cap));
@@ -53,6 +56,7 @@ OCTAVO_INLINE void with_activation(Activation activation, const F& f) {
     case Activation::gelu: return f([](F32 x) { return gelu(x); });
     case Activation::gelu_tanh: return f([](F32 x) { return gelu_tanh(x); });
     case Activation::relu: return f([](F32 x) { return relu(x); });
+    case Activation::quick_gelu: return f([](F32 x) { return quick_gelu(x); });
   }
 }
 

@@ -84,6 +84,7 @@ struct Attention {
   // reach its outermost number, which the kLanes next to it are too.
   const float* bias;
   int64_t bias_stride, bias_reach;
+  bool sees_spans;  // a token also sees what comes after it, up to Step.sees_until; it is causal else
 
   // How many tokens before it and after it a token sees at most.
   int64_t before() const { return window > 0 ? window - (causal ? 1 : 0) : kAll; }

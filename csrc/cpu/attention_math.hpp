@@ -33,11 +33,11 @@ struct Sight {
         after(a.after()),
         context(step.seq_lens[item.sequence]),
         first_token(step.query_start[item.sequence] + item.first_query),
-        first_position(step.positions[first_token]) {}
+        first_position(step.positions[first_token]),
+        until(a.sees_spans && step.sees_until ? step.sees_until + first_token : nullptr) {}
 
   Range seen(int64_t query) const {
-    const int64_t position = first_position + query;
-    return {larger(0, position - before), smaller(context, position + after + 1)};
+    return {larger(0, first_position + query - before), smaller(context, last_seen(query) + 1)};
   }
 
   // Those that any query sees of a piece, and the panels where they are.
@@ -51,12 +51,25 @@ struct Sight {
 
   // The queries that see any position of [begin, end).
   Range seeing_any(int64_t begin, int64_t end) const {
-    const int64_t first = begin - after - first_position, last = smaller(end, context) + before - first_position;
+    const int64_t last = smaller(end, context) + before - first_position;
+    int64_t first = begin - after - first_position;
+    if (until) {
+      first = 0;
+      while (first < queries && last_seen(first) < begin) ++first;
+    }
     return cut({first, last}, {0, queries});
   }
 
   int64_t queries, before, after;
   int64_t context, first_token, first_position;
+  const int32_t* until;  // of the queries; null: as far as `after`
+
+ private:
+  // The last position that a query sees, if the context is long enough. It does not fall from one query to the next.
+  int64_t last_seen(int64_t query) const {
+    const int64_t last = first_position + query + after;
+    return until ? larger(last, until[query]) : last;
+  }
 };
 
 }  // namespace

@@ -63,7 +63,10 @@ std::vector<Work> tiles_of(const Attention& a, const Step& step) {
     for (int64_t first = 0; first < queries; first += tile_queries) {
       const int64_t count = std::min(tile_queries, queries - first);
       const int64_t position = step.positions[step.query_start[s] + first];
-      const int64_t seen = std::min<int64_t>(position + count + a.after(), step.seq_lens[s]);
+      int64_t last = position + count - 1 + a.after();
+      if (a.sees_spans && step.sees_until)
+        last = std::max<int64_t>(last, step.sees_until[step.query_start[s] + first + count - 1]);
+      const int64_t seen = std::min<int64_t>(last + 1, step.seq_lens[s]);
       const int64_t begin = std::max<int64_t>(0, position - a.before()) / kPiece;
       const int64_t end = (seen + kPiece - 1) / kPiece;
       // A row too many stands for reading the keys and values.

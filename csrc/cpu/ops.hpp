@@ -15,7 +15,7 @@ enum class Rows : int { tokens = 0, sampled = 1, encoder = 2 };
 enum class Ids : int { token_ids, positions, token_types };
 
 // What is done to each element of a product; see activations.hpp.
-enum class Activation : int { none, silu, gelu, gelu_tanh, relu };
+enum class Activation : int { none, silu, gelu, gelu_tanh, relu, quick_gelu };
 
 // The step that operations run in. T tokens, S sequences; arrays as in octavo/kernels/interface.py.
 struct Step {
@@ -40,6 +40,7 @@ struct Step {
   const int32_t* cross_lens = nullptr;    // [S], of networks with cross attention
   const int32_t* cross_tables = nullptr;  // [S, cross_table_stride]
   int64_t cross_table_stride = 0;
+  const int32_t* sees_until = nullptr;    // [T]: the last position that a token sees beyond its own; null: none does
 
   const int64_t* ids(Ids which) const {
     return which == Ids::token_ids ? token_ids : which == Ids::positions ? positions : token_types;

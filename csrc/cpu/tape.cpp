@@ -2,7 +2,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 
+#include <algorithm>
+#include <chrono>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "bind.hpp"
@@ -33,19 +37,28 @@ class Tape {
       entries_.push_back({std::move(op), rows});
   }
   size_t size() const { return entries_.size(); }
-  void run(const Step& step) const {
+  void run(const Step& step) const { run_for(step, 0, std::numeric_limits<double>::infinity()); }
+  // Runs operations from number `first` on, at least one, until so many seconds have passed; the number of the next.
+  // Between such parts of a step no other step of this tape may run.
+  size_t run_for(const Step& step, size_t first, double seconds) const {
     nb::gil_scoped_release release;
+    const auto begun = std::chrono::steady_clock::now();
     const auto mode = DenormalMode::flushed();
     ThreadPool::Busy busy;
     const Step steps[] = {step, step.over(Rows::sampled), step.over(Rows::encoder)};
     // With few rows the memory has nothing to do between products, so threads that wait fetch the next one's weights.
     const bool few = step.tokens <= kFewRows && ThreadPool::instance().size() > 1;
     if (!few) fetch_for(entries_.end(), steps);
-    auto fetched = entries_.begin();
-    for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
+    const auto start = entries_.begin() + std::min(first, entries_.size());
+    auto fetched = start;
+    for (auto entry = start; entry != entries_.end(); ++entry) {
       if (few && fetched <= entry) fetched = fetch_for(entry + 1, steps);
       entry->op->run(steps[static_cast<int>(entry->rows)]);
+      if (std::isfinite(seconds) &&
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count() >= seconds)
+        return entry + 1 - entries_.begin();
     }
+    return entries_.size();
   }
 
  private:
@@ -111,6 +124,30 @@ class TakeSampled : public Op {
   int64_t bytes_;
 };
 
+// out[i] = the mean of the rows of x from sampled_rows[i] on, float32 [count, width], added in order.
+class MeanSampled : public Op {
+ public:
+  MeanSampled(const float* x, int64_t stride, float* out, int64_t width, int64_t count)
+      : x_(x), stride_(stride), out_(out), width_(width), count_(count) {}
+  void run(const Step& step) override {
+    const float share = 1.0f / static_cast<float>(count_);
+    parallel_for(step.tokens, [&](int64_t i) {
+      const float* rows = x_ + step.sampled_rows[i] * stride_;
+      float* out = out_ + i * width_;
+      std::memcpy(out, rows, sizeof(float) * static_cast<size_t>(width_));
+      for (int64_t row = 1; row < count_; ++row)
+        for (int64_t j = 0; j < width_; ++j) out[j] += rows[row * stride_ + j];
+      for (int64_t j = 0; j < width_; ++j) out[j] *= share;
+    });
+  }
+
+ private:
+  const float* x_;
+  int64_t stride_;
+  float* out_;
+  int64_t width_, count_;
+};
+
 class AllReduce : public Op {
  public:
   AllReduce(std::shared_ptr<Communicator> group, float* x, int64_t width, const float* bias, const float* add,
@@ -151,6 +188,7 @@ void bind_tape(nb::module_& m) {
       .def(nb::init<>())
       .def("append", &Tape::append, "op"_a, "rows"_a = Rows::tokens)
       .def("run", &Tape::run)
+      .def("run_for", &Tape::run_for, "step"_a, "first"_a, "seconds"_a)
       .def("__len__", &Tape::size);
   nb::class_<Communicator>(m, "Communicator")
       .def("__init__",
@@ -166,6 +204,11 @@ void bind_tape(nb::module_& m) {
           return std::make_shared<TakeSampled>(pointer<char>(x), stride, pointer<char>(out), bytes);
         },
         "x"_a, "stride"_a, "out"_a, "bytes"_a);
+  m.def("mean_sampled",
+        [](uintptr_t x, int64_t stride, uintptr_t out, int64_t width, int64_t count) -> OpPtr {
+          return std::make_shared<MeanSampled>(pointer<float>(x), stride, pointer<float>(out), width, count);
+        },
+        "x"_a, "stride"_a, "out"_a, "width"_a, "count"_a);
   m.def("all_reduce",
         [](std::shared_ptr<Communicator> group, uintptr_t x, int64_t width, uintptr_t bias, uintptr_t add,
            int64_t add_stride) -> OpPtr {

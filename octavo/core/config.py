@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from octavo.core.errors import ConfigError
 from octavo.core.foreign_options import own_names, own_options
 from octavo.core.idle_options import refused_options
+from octavo.core.image_options import ImageOptions
 from octavo.core.near_names import did_you_mean
 from octavo.core.option_part import readable
 from octavo.core.option_parts import MAX_LOGPROBS as MAX_LOGPROBS
@@ -38,12 +39,14 @@ PARTS: dict[str, type[BaseModel]] = {
     "Structured output": StructuredOutputOptions,
     "Parallelism": ParallelOptions,
     "Adapters": AdapterOptions,
+    "Images": ImageOptions,
     "Device": DeviceOptions,
 }
 
 
 class EngineConfig(
     DeviceOptions,
+    ImageOptions,
     AdapterOptions,
     ParallelOptions,
     StructuredOutputOptions,

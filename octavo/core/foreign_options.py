@@ -60,7 +60,6 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "convert": ForeignOption(("auto", "none", "embed"), _GENERATES),
     "pooler_config": ForeignOption((None,), _POOLING),
     "override_pooler_config": ForeignOption((None,), _POOLING),
-    "limit_mm_per_prompt": ANY,  # there are none to limit
     "mm_processor_kwargs": ForeignOption((None, {}), _TEXT_ALONE),
     "allowed_local_media_path": ForeignOption(("", None), _TEXT_ALONE),
     "disable_mm_preprocessor_cache": ON_OR_OFF,

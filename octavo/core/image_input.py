@@ -27,6 +27,17 @@ class ImageFacts:
     rotary_sections: tuple[int, ...] = ()
 
 
+class PromptImage(msgspec.Struct, frozen=True, array_like=True):
+    """One image of a request."""
+
+    #: Digest of its content.
+    key: str
+    #: An encoded ``ImageInput``.
+    payload: bytes
+    #: Bytes that its features take on the workers.
+    size: int
+
+
 class ImageInput(msgspec.Struct, frozen=True, array_like=True):
     """One image after resizing, cutting and cropping: pieces of equal size, each of which the tower sees alone."""
 
@@ -48,7 +59,12 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
 
         return np.frombuffer(self.pixels, np.uint8).reshape(self.pieces, self.height, self.width, 3)
 
-    def encode(self) -> tuple[str, bytes]:
-        """Digest of its content, and the payload of its preparation."""
+    def for_prompt(self, num_features: int, width: int) -> PromptImage:
+        """Named by its content, as a request has it; it becomes so many features of ``width`` numbers, float32."""
         payload = msgspec.msgpack.encode(self)
-        return f"image:{blake2b(payload, digest_size=16).hexdigest()}", payload
+        return PromptImage(f"image:{blake2b(payload, digest_size=16).hexdigest()}", payload, 4 * num_features * width)
+
+    @classmethod
+    def decode(cls, payload: bytes) -> ImageInput:
+        """That of ``PromptImage.payload``."""
+        return msgspec.msgpack.decode(payload, type=cls)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from octavo.core.preparation import Preparation
-from octavo.core.request import AnyTask
+from octavo.core.request import AnyTask, Feature
 
 
 class NewContext(msgspec.Struct, array_like=True):
@@ -45,6 +45,8 @@ class NewSequence(msgspec.Struct, array_like=True):
     adapter: str | None = None
     #: Id of the context that it attends to, too.
     context: int | None = None
+    #: Tokens of its prompt that stand for features of images; those are prepared.
+    features: list[Feature] = []
 
 
 class Fork(msgspec.Struct, array_like=True, gc=False):

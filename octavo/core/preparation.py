@@ -1,4 +1,4 @@
-"""What must be ready on the workers before a request can run: an adapter, a grammar, an encoder's input.
+"""What must be ready on the workers before a request can run: an adapter, a grammar, an encoder's input, an image.
 
 There is one contract for all kinds.
 A kind is one entry of ``KINDS``: what a request needs of it, how many are kept, and the ``Preparer``
@@ -7,7 +7,7 @@ A kind is one entry of ``KINDS``: what a request needs of it, how many are kept,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from octavo.core.structured_outputs import Grammar
 
 #: Most compiled grammars in no use that the workers keep, for requests that come again with the same.
 MAX_IDLE_GRAMMARS = 128
+#: Bytes of features of images, where no option says otherwise.
+DEFAULT_IMAGE_CACHE = 512 << 20
 #: As many inputs of encoders; what was made of them may be in the prefix cache.
 MAX_IDLE_INPUTS = 16
 
@@ -32,12 +34,15 @@ class Preparation(msgspec.Struct, frozen=True, array_like=True):
     key: str
     #: What the kind's ``Preparer`` makes it of, or where that is to be read.
     payload: bytes
+    #: What it takes of the kind's memory: things are counted, or their bytes.
+    size: int = 1
 
 
 class Limits(msgspec.Struct, frozen=True):
     """How many of a kind the workers keep."""
 
-    #: Most on a worker at once, in use or not; None: all in use, and ``idle`` others.
+    #: Most on a worker at once, in use or not, as ``Preparation.size`` counts them; None: all in use, and ``idle``
+    #: others.
     host: int | None = None
     #: Places on the device, of which a running sequence needs one; None: it needs none.
     slots: int | None = None
@@ -55,8 +60,8 @@ class Limits(msgspec.Struct, frozen=True):
 class PreparationKind:
     """One kind of things."""
 
-    #: What a request needs of it; None: nothing.
-    of: Callable[[EngineCoreRequest], Preparation | None]
+    #: What a request needs of it.
+    of: Callable[[EngineCoreRequest], Sequence[Preparation]]
     #: From an ``EngineConfig``.
     limits: Callable[[Any], Limits]
     #: ``module:Class`` of its ``Preparer``.
@@ -79,21 +84,25 @@ def grammar_preparation(grammar: Grammar) -> Preparation:
     return Preparation("grammar", grammar.key, grammar.source.encode())
 
 
-def _adapter_of(request: EngineCoreRequest, kind: str) -> Preparation | None:
+def _adapter_of(request: EngineCoreRequest, kind: str) -> Sequence[Preparation]:
     preparation = None if request.adapter is None else adapter_preparation(request.adapter)
-    return preparation if preparation is not None and preparation.kind == kind else None
+    return (preparation,) if preparation is not None and preparation.kind == kind else ()
 
 
-def _grammar_of(request: EngineCoreRequest) -> Preparation | None:
+def _grammar_of(request: EngineCoreRequest) -> Sequence[Preparation]:
     task = request.task
     if not isinstance(task, Generate) or task.grammar is None or not task.samples:
-        return None
-    return grammar_preparation(task.grammar)
+        return ()
+    return (grammar_preparation(task.grammar),)
 
 
-def _encoder_input_of(request: EngineCoreRequest) -> Preparation | None:
+def _encoder_input_of(request: EngineCoreRequest) -> Sequence[Preparation]:
     given = request.encoder_input
-    return None if given is None else Preparation("encoder_input", given.key, msgspec.msgpack.encode(given))
+    return () if given is None else (Preparation("encoder_input", given.key, msgspec.msgpack.encode(given)),)
+
+
+def _images_of(request: EngineCoreRequest) -> Sequence[Preparation]:
+    return [Preparation("image", image.key, image.payload, image.size) for image in request.images]
 
 
 #: By name; in the order in which a request's preparations are asked for.
@@ -107,6 +116,11 @@ KINDS: dict[str, PreparationKind] = {
         of=_encoder_input_of,
         limits=lambda options: Limits(idle=MAX_IDLE_INPUTS),
         preparer="octavo.runner.encoder_input_preparer:EncoderInputPreparer",
+    ),
+    "image": PreparationKind(
+        of=_images_of,
+        limits=lambda options: Limits(host=getattr(options, "image_cache_bytes", DEFAULT_IMAGE_CACHE)),
+        preparer="octavo.runner.image_preparer:ImagePreparer",
     ),
     "lora": PreparationKind(
         of=lambda request: _adapter_of(request, "lora"),
@@ -129,8 +143,7 @@ KINDS: dict[str, PreparationKind] = {
 
 def preparations_of(request: EngineCoreRequest) -> list[Preparation]:
     """All that must be prepared before a request can run."""
-    needs = (kind.of(request) for kind in KINDS.values())
-    return [preparation for preparation in needs if preparation is not None]
+    return [preparation for kind in KINDS.values() for preparation in kind.of(request)]
 
 
 def limits_of(options: Any) -> dict[str, Limits]:

@@ -14,6 +14,9 @@ class TextPrompt(TypedDict):
     prompt: str
     #: Requests with different salts share no cached prefix.
     cache_salt: NotRequired[str]
+    #: ``{"image": image}``, or a list of images, of models that see them: each in the place of a placeholder. An image
+    #: is one of PIL, an array uint8 [height, width, 3], or the bytes of a file.
+    multi_modal_data: NotRequired[dict[str, Any]]
 
 
 class TokensPrompt(TypedDict):
@@ -22,6 +25,7 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[dict[str, Any]]
 
 
 class ExplicitEncoderDecoderPrompt(TypedDict):
@@ -65,8 +69,8 @@ _TEXT_ALONE = "the model takes text alone"
 #: Keys of other engines, which may be None, and why they may not be anything else.
 FOREIGN_KEYS = {
     "multi_modal_data": _TEXT_ALONE,
-    "multi_modal_uuids": _TEXT_ALONE,
-    "mm_processor_kwargs": _TEXT_ALONE,
+    "multi_modal_uuids": "images are named by their content",
+    "mm_processor_kwargs": "the model's own files say how images are processed",
     "token_type_ids": _TEXT_ALONE,
     "prompt_embeds": "prompts are text or token ids",
     "encoder_prompt": "the model has a decoder alone",

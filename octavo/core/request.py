@@ -10,6 +10,7 @@ import msgspec
 from octavo.core.adapters import AdapterRef
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.encoder_input import EncoderInput
+from octavo.core.image_input import PromptImage
 from octavo.core.pooler_config import PoolingKind
 from octavo.core.pooling_params import PoolingParams, PoolingTask
 from octavo.core.progress import Progress
@@ -230,9 +231,11 @@ class Feature(msgspec.Struct, frozen=True, array_like=True):
     length: int
     #: Digest of the input's content, and of all else that its embeddings depend on.
     key: bytes
-    #: Which of ``EngineCoreRequest.images`` it comes from, and the first of that image's features that it has.
-    image: int = 0
+    #: Key of the image that it comes from (``EngineCoreRequest.images``), and the first of its features.
+    image: str = ""
     first: int = 0
+    #: Whether one step computes all of its tokens, as they see each other.
+    is_whole: bool = False
     #: Features along time, height and width, of networks with such positions.
     grid: tuple[int, int, int] | None = None
 
@@ -251,8 +254,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, gc=False):
     adapter: AdapterRef | None = None
     #: Of an encoder-decoder network: what its encoder reads. ``prompt_token_ids`` are the decoder's then.
     encoder_input: EncoderInput | None = None
-    #: Images of the prompt: key and payload of their preparations (``ImageInput.encode``).
-    images: list[tuple[str, bytes]] = []
+    #: Images of the prompt, each once.
+    images: list[PromptImage] = []
     #: In the order of their offsets; they do not overlap.
     features: list[Feature] = []
     #: What the output is likely to be: it is drafted, and changes nothing of it.

@@ -24,6 +24,9 @@ from octavo.loader.resolve import gguf_folder
 RESTART_WINDOW = 600.0
 #: A start that takes so many times as long as the first one is given up; at least so many seconds.
 _PATIENCE, _LEAST_PATIENCE = 10.0, 60.0
+#: Seconds after a core from the reserve has taken over in which no other is started: to load a model would take
+#: processors from the first steps of those who have waited.
+REFILL_DELAY = 3.0
 
 logger = logging.getLogger("octavo")
 
@@ -81,6 +84,8 @@ class CoreStarter:
         self._reserve: list[StartedCore] = []
         self._filling: asyncio.Task[None] | None = None
         self._starting: set[CoreClient] = set()
+        #: Ends of cores that have died in reserve, whose sockets are still open.
+        self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
         #: Of the files that the front end has read, see ``description_digest``.
         self.description = ""
@@ -169,13 +174,14 @@ class CoreStarter:
         if len(self._reserve) < self._num_standby:
             raise EngineDeadError("no engine's process could be started in reserve; the log says why")
 
-    def fill_reserve(self) -> None:
-        """Starts cores in reserve until there are as many as there shall be."""
+    def fill_reserve(self, after: float = 0.0) -> None:
+        """Starts cores in reserve, in so many seconds, until there are as many as there shall be."""
         if self._filling is None and len(self._reserve) < self._num_standby and not self._closed:
-            self._filling = asyncio.create_task(self._fill())
+            self._filling = asyncio.create_task(self._fill(after))
 
-    async def _fill(self) -> None:
+    async def _fill(self, after: float) -> None:
         try:
+            await asyncio.sleep(after)
             while len(self._reserve) < self._num_standby:
                 number = len(self._reserve)
                 core = await self.start(number)
@@ -190,6 +196,9 @@ class CoreStarter:
     def _lose(self, core: StartedCore, error: OctavoError) -> None:
         self._reserve.remove(core)
         logger.error("an engine's process in reserve has ended: %s", error)
+        ending = asyncio.create_task(core.client.kill())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
         if self._limit.take():
             self.fill_reserve()
 
@@ -209,7 +218,7 @@ class CoreStarter:
             self._filling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._filling
-        await asyncio.gather(*(client.kill() for client in [*self._starting, *self._clients()]))
+        await asyncio.gather(*self._ending, *(client.kill() for client in [*self._starting, *self._clients()]))
 
     def end(self) -> None:
         """Ends them at once, without waiting for their end."""

@@ -20,6 +20,7 @@ from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.engine.encoder_prompts import EncoderPrompts
+from octavo.engine.image_prompts import NO_FEATURES, ImagePrompts, take_images, takes_images
 from octavo.engine.model_files import ModelFiles
 from octavo.engine.output_processor import RequestState
 from octavo.engine.reasoning_marks import REASONING_MARKS, find_reasoning_marks
@@ -73,6 +74,10 @@ class InputProcessor:
         self.encoder_prompts: EncoderPrompts | None = None
         if config.encoder_facts is not None:
             self.encoder_prompts = EncoderPrompts(config, self.max_model_len, self)
+        #: Of a model that sees images.
+        self.image_prompts: ImagePrompts | None = None
+        if takes_images(config, options):
+            self.image_prompts = ImagePrompts(files)
         self._next_group_id = 0
         self._unseeded = 0
 
@@ -95,6 +100,9 @@ class InputProcessor:
             raise InvalidRequestError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
         arrival, options = self.begin(prompt, options)
         split: SplitPrompt | None = None
+        images: list[Any] = []
+        if self.image_prompts is not None:
+            prompt, images = take_images(prompt)
         if self.encoder_prompts is not None:
             split = self.encoder_prompts.split(prompt)
             text, token_ids = split.get("prompt"), split["prompt_token_ids"]
@@ -107,8 +115,13 @@ class InputProcessor:
                 raise InvalidRequestError(
                     f"truncate_prompt_tokens must be left out with encoder-decoder models, not {most}"
                 )
+            if images:
+                raise InvalidRequestError(f"truncate_prompt_tokens must be left out with images, not {most}")
             room = self.max_model_len - virtual - (1 if params.max_tokens is None else params.max_tokens)
             token_ids = token_ids[-(max(1, room) if most == -1 else most) :]
+        found = NO_FEATURES
+        if self.image_prompts is not None:
+            token_ids, found = self.image_prompts.expand(self.prompt_ids(token_ids), images)
         token_ids = self._check_prompt(token_ids, virtual, samples=params.max_tokens != 0)
         predicted = self._read_prediction(options.prediction)
         limit = self._max_tokens(params.max_tokens, len(token_ids), virtual)
@@ -118,6 +131,8 @@ class InputProcessor:
         task = self._task(fitted, thinking, options, num_forced=num_forced)
         encoder_input = None if split is None else split.get("encoder_input")
         group = self.core_request(token_ids, task, arrival, options, adapter, predicted, encoder_input)
+        if found.images:
+            group.images, group.features = found.images, found.moved(virtual)
         if isinstance(params, BeamSearchParams):  # its hypotheses are shown as completions
             params = SamplingParams(n=params.beam_width, skip_special_tokens=params.skip_special_tokens)
         encoder_prompt = None if split is None else split.get("encoder_prompt")

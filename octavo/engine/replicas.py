@@ -18,7 +18,7 @@ from octavo.core.messages import Add, Ready, StepDone, ToCore
 from octavo.engine.blame import GUILTY, Blame
 from octavo.engine.core_client import CoreClient
 from octavo.engine.core_start import CoreProcess
-from octavo.engine.core_starter import RESTART_WINDOW, CoreStarter, RestartLimit, StartedCore
+from octavo.engine.core_starter import REFILL_DELAY, RESTART_WINDOW, CoreStarter, RestartLimit, StartedCore
 from octavo.engine.output_processor import RequestState
 from octavo.engine.replica import OpenRequest, Replica, ReplicaState
 from octavo.engine.router import router_of
@@ -355,7 +355,7 @@ class Replicas:
         if core.client.error is not None:
             return
         self.open_replica(replica)
-        self.starter.fill_reserve()
+        self.starter.fill_reserve(REFILL_DELAY)
 
     def open_replica(self, replica: Replica) -> None:
         """From now on a replica takes requests; those that wait are the first."""

@@ -25,12 +25,20 @@ class ProcessedImage:
 
 
 class ImageProcessor(Protocol):
-    """One model's, read from the files of its folder by ``octavo.images.processors.read_image_processor``."""
+    """One model's, read from the files of its folder by ``octavo.images.processors.read_image_processor``.
 
-    #: The text that the model's chat template, or a prompt, has in place of each image.
-    placeholder: str
-    #: Most features of one image, whatever its size.
-    max_features: int
+    Plain data, which the sandbox's processes are sent.
+    """
+
+    @property
+    def placeholder(self) -> str:
+        """The text that the model's chat template, or a prompt, has in place of each image."""
+        ...
+
+    @property
+    def max_features(self) -> int:
+        """Most features of one image, whatever its size."""
+        ...
 
     def process(self, image: np.ndarray) -> ProcessedImage:
         """Resizes and cuts an image uint8 [height, width, 3].

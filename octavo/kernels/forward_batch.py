@@ -99,6 +99,9 @@ class ForwardBatch:
     cross_lens: Annotated[Array, ArraySpec("X", np.int32)]
     #: int32 [X, C]: the blocks of these contexts, of the first KV group.
     cross_tables: Annotated[Array, ArraySpec("XC", np.int32)]
+    #: int32 [T]: the last position that each token of an image sees, if it is later than its own; -1: none. It does not
+    #: fall from a token of a sequence to the next.
+    sees_until: Annotated[Array, ArraySpec("T", np.int32, padding=-1)]
     #: Number of sequences at the beginning of the batch that have one token each.
     num_decodes: int
     max_seq_len: int
@@ -106,6 +109,8 @@ class ForwardBatch:
     all_sampled: bool
     #: Whether a token has an adapter.
     has_adapters: bool = False
+    #: Whether a token sees later ones; if not, ``sees_until`` is not read.
+    has_spans: bool = False
 
     @classmethod
     def of(
@@ -116,6 +121,7 @@ class ForwardBatch:
         max_seq_len: int,
         all_sampled: bool,
         has_adapters: bool = False,
+        has_spans: bool = False,
     ) -> ForwardBatch:
         """A batch from arrays in the order of ``ARRAYS``."""
         named: dict[str, Any] = {array.name: value for array, value in zip(ARRAYS, arrays, strict=True)}
@@ -125,6 +131,7 @@ class ForwardBatch:
             max_seq_len=max_seq_len,
             all_sampled=all_sampled,
             has_adapters=has_adapters,
+            has_spans=has_spans,
         )
 
     def arrays(self) -> list[Array]:
@@ -182,6 +189,7 @@ def make_batch(
     token_types: np.ndarray | None = None,
     cross_lens: Sequence[int] = (),
     cross_tables: np.ndarray | None = None,
+    sees_until: np.ndarray | None = None,
 ) -> ForwardBatch:
     """A batch of sequences that compute ``query_lens`` of ``seq_lens`` tokens; the last token of each is sampled.
 
@@ -199,6 +207,7 @@ def make_batch(
         token_types: [T]; zeros by default.
         cross_lens: tokens of the context of each sequence's cross attention, if the network has any.
         cross_tables: [S, C]: the blocks of these contexts.
+        sees_until: [T]; -1 by default.
     """
     tables = np.asarray(block_tables, np.int32)
     tables = tables if tables.ndim == 3 else tables[None]
@@ -221,6 +230,7 @@ def make_batch(
         "adapters": slots[sequence],
         "cross_lens": np.array(cross_lens, np.int32),
         "cross_tables": np.zeros((0, 0), np.int32) if cross_tables is None else np.asarray(cross_tables, np.int32),
+        "sees_until": np.full(len(positions), -1, np.int32) if sees_until is None else np.asarray(sees_until, np.int32),
     }
     return ForwardBatch.of(
         [kernels.wrap(np.ascontiguousarray(arrays[array.name])) for array in ARRAYS],
@@ -228,4 +238,5 @@ def make_batch(
         max_seq_len=max(seq_lens, default=0),
         all_sampled=all(count == 1 for count in query_lens),
         has_adapters=bool((slots >= 0).any()),
+        has_spans=sees_until is not None,
     )

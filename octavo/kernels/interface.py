@@ -19,11 +19,29 @@ from octavo.kernels.arrays import Array, ArrayMaker
 from octavo.kernels.cache import CacheKernels, LayerCache
 from octavo.kernels.communicator import Collectives
 from octavo.kernels.experts import ExpertKernels
-from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
+from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
 from octavo.kernels.lora import Adapters
 from octavo.kernels.packed_weight import PackedHeads, PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.kernels.sampling import SamplingBackend
+
+
+class PartedForward:
+    """A forward that is run in parts; here, of backends that cannot interrupt one, there is one part."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._batch: ForwardBatch | None = None
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """A new batch, in place of one that is not finished."""
+        self._batch = batch
+
+    def advance(self, seconds: float) -> ForwardOutput | None:
+        """Computes about so many seconds, at least one operation; the output once all of it is computed."""
+        batch, self._batch = self._batch, None
+        assert batch is not None, "begin comes first"
+        return self._forward(batch)
 
 
 class PositionBias:
@@ -76,6 +94,8 @@ class AttentionSpec:
     #: Whether the context is another one than that of the tokens themselves, and all of it is seen: the batch's cross
     #: tables and lengths.
     cross: bool = False
+    #: Whether a token also sees later ones, up to the batch's ``sees_until``: those of the same image. Causal only.
+    sees_spans: bool = False
     #: Relative position bias (Raffel et al. 2020, section 2.1), after the soft cap; of the query heads of this rank.
     bias: PositionBias | None = None
 
@@ -120,6 +140,10 @@ class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
         """
         return forward
 
+    def capture_parts(self, forward: Forward, largest: BatchSize) -> PartedForward:
+        """``forward`` as ``capture`` has it, with memory of its own, to be run in parts between other steps."""
+        return PartedForward(self.capture(forward, largest))
+
     def graph_bytes(self, forward: Forward, largest: BatchSize, in_use: Callable[[], int]) -> int:
         """Bytes of the device that ``capture`` will take in all for what it records, estimated by recording some of it.
 
@@ -128,8 +152,16 @@ class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
         return 0
 
     @abstractmethod
-    def take_sampled(self, hidden: Array, batch: ForwardBatch) -> Array:
-        """The sampled rows of hidden [T, E]: [N, E]; results computed from them have N rows."""
+    def take_sampled(self, hidden: Array, batch: ForwardBatch, rows: int = 1) -> Array:
+        """The sampled rows of hidden [T, E], each with the ``rows - 1`` that follow it, behind each other.
+
+        Returns:
+            [N, rows * E]; results computed from them have N rows.
+        """
+
+    @abstractmethod
+    def mean_sampled(self, hidden: Array, batch: ForwardBatch, rows: int) -> Array:
+        """The mean of each sampled row of hidden, float32 [T, E], and the ``rows - 1`` that follow it: [N, E]."""
 
     @abstractmethod
     def host_call(self, function: Callable[[Any], None], x: Array) -> Array:

@@ -8,8 +8,9 @@ from typing import Literal
 from octavo.core.dtypes import DType
 from octavo.kernels.arrays import Array
 
-#: Activation of a product: silu(x) = x * sigmoid(x), gelu by erf, gelu by tanh (Hendrycks & Gimpel 2016), or relu.
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+#: Activation of a product: silu(x) = x * sigmoid(x), gelu by erf, gelu by tanh (Hendrycks & Gimpel 2016), gelu as
+#: x * sigmoid(1.702 x) (same, section 2), or relu.
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 
 
 class PackedWeight(ABC):

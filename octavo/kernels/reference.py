@@ -37,6 +37,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
 }
 
@@ -213,6 +214,9 @@ class ReferenceKernels(TorchKernels):
         tables, seq_lens, longest = batch.block_tables[cache.group], batch.seq_lens, batch.max_seq_len
         if spec.cross:
             tables, seq_lens, longest = batch.cross_tables, batch.cross_lens, int(batch.cross_lens.max())
+        later = None
+        if spec.sees_spans and batch.has_spans:
+            later, decodes = (batch.sees_until - batch.positions).clamp(min=0), 0
         if decodes == sequences:
             return _decode(q, cache, tables, batch.positions, seq_lens, longest, spec)
         starts, lens = batch.query_start_loc.tolist(), seq_lens.tolist()
@@ -224,7 +228,8 @@ class ReferenceKernels(TorchKernels):
             )
         for s in range(decodes, sequences):
             rows = slice(starts[s], starts[s + 1])
-            parts.append(_prefill(q[rows], cache, tables[s], batch.positions[rows], lens[s], spec))
+            seen = None if later is None else later[rows]
+            parts.append(_prefill(q[rows], cache, tables[s], batch.positions[rows], lens[s], spec, seen))
         return torch.cat(parts)
 
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
@@ -298,19 +303,29 @@ def _decode_slice(
     query = q.reshape(sequences, kv_heads, heads // kv_heads, head_dim).float() * spec.scale
     scores = torch.matmul(query, key.transpose(2, 3)).unsqueeze(3)
     distance = columns - positions.unsqueeze(1)
-    weights = _weights(scores, distance[:, None, None, None], beyond[:, None, None, None], spec).squeeze(3)
+    weights = _weights(scores, distance[:, None, None, None], beyond[:, None, None, None], spec, spec.after).squeeze(3)
     return torch.matmul(weights, value).view(sequences, heads, value.shape[-1]).to(q.dtype)
 
 
 def _prefill(
-    q: Tensor, cache: LayerCache, table: Tensor, positions: Tensor, seq_len: int, spec: AttentionSpec
+    q: Tensor,
+    cache: LayerCache,
+    table: Tensor,
+    positions: Tensor,
+    seq_len: int,
+    spec: AttentionSpec,
+    later: Tensor | None = None,
 ) -> Tensor:
-    """Consecutive tokens of one sequence: q [L, H, D], table [max_blocks], positions [L] to [L, H, D]."""
+    """Consecutive tokens of one sequence: q [L, H, D], table [max_blocks], positions [L] to [L, H, D].
+
+    ``later`` [L]: how many tokens after itself each sees, if that differs.
+    """
     length, heads, head_dim = q.shape
     if not length:
         return q.clone()
     block_size, kv_heads = cache.key.shape[1:3]
-    first_query, before, after = int(positions[0]), spec.before, spec.after
+    first_query, before = int(positions[0]), spec.before
+    after = spec.after if later is None else int(later.max())
     origin = 0 if before is None else max(0, first_query - before) // block_size * block_size
     last = seq_len if after is None else min(seq_len, first_query + length + after)
     blocks = table[origin // block_size : -(-last // block_size)]
@@ -331,17 +346,21 @@ def _prefill(
         # The query heads of a KV head are rows of one product, so keys are not repeated.
         rows_of_head = query[:, :, start:end].reshape(kv_heads, -1, head_dim)
         scores = torch.matmul(rows_of_head, key[:, seen].transpose(1, 2))
-        weights = _weights(scores.view(kv_heads, -1, *distance.shape), distance, columns >= seq_len, spec)
+        beyond = columns >= seq_len
+        if later is not None:
+            beyond = beyond | (distance > later[start:end].unsqueeze(1))
+        last_seen = spec.after if later is None else None
+        weights = _weights(scores.view(kv_heads, -1, *distance.shape), distance, beyond, spec, last_seen)
         attended = torch.matmul(weights.view_as(scores), value[:, seen])
         out[:, :, start:end] = attended.view(kv_heads, -1, end - start, value.shape[-1])
     return out.view(heads, length, value.shape[-1]).transpose(0, 1).to(q.dtype, memory_format=torch.contiguous_format)
 
 
-def _weights(scores: Tensor, distance: Tensor, beyond: Tensor, spec: AttentionSpec) -> Tensor:
+def _weights(scores: Tensor, distance: Tensor, beyond: Tensor, spec: AttentionSpec, after: int | None) -> Tensor:
     """The masked softmax of scores [.., K, G, queries, keys], which are overwritten.
 
     ``distance`` (position of the key - position of the query) and ``beyond`` (whether the key is past the context) are
-    broadcast against the scores.
+    broadcast against the scores; keys more than ``after`` past the query are masked, too.
     """
     if spec.soft_cap:
         scores = scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
@@ -352,8 +371,8 @@ def _weights(scores: Tensor, distance: Tensor, beyond: Tensor, spec: AttentionSp
         table = torch.from_numpy(spec.bias.values).to(scores.device).view(*scores.shape[-4:-2], 1, -1)
         index = (distance + spec.bias.reach).clamp(0, 2 * spec.bias.reach).expand(scores.shape)
         scores = scores.add_(table.expand(*scores.shape[:-1], -1).gather(-1, index))
-    if spec.after is not None:
-        beyond = beyond | (distance > spec.after)
+    if after is not None:
+        beyond = beyond | (distance > after)
     if spec.before is not None:
         beyond = beyond | (distance < -spec.before)
     return scores.masked_fill_(beyond, float("-inf")).softmax(-1)

@@ -82,9 +82,15 @@ class TorchKernels(Kernels):
         """See ``ArrayMaker``."""
         token_ids.index_copy_(0, self.wrap(targets), self.as_token_ids(tokens).index_select(0, self.wrap(sources)))
 
-    def take_sampled(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+    def take_sampled(self, hidden: Tensor, batch: ForwardBatch, rows: int = 1) -> Tensor:
         """See ``Kernels``."""
+        if rows > 1:
+            return _runs(hidden, batch, rows).flatten(1)
         return hidden if batch.all_sampled else hidden.index_select(0, batch.sampled_rows)
+
+    def mean_sampled(self, hidden: Tensor, batch: ForwardBatch, rows: int) -> Tensor:
+        """See ``Kernels``."""
+        return _runs(hidden, batch, rows).mean(1)
 
     def host_call(self, function: Callable[[Any], None], x: Tensor) -> Tensor:
         """At once."""
@@ -135,6 +141,12 @@ class TorchKernels(Kernels):
         q_rope, k = self.rotary(q_rope, k_rope.unsqueeze(1), batch.positions, cos_sin)
         self.reshape_and_cache(latent.unsqueeze(1), k, cache, batch.slot_mapping[cache.group])
         return torch.cat((absorb(q_nope), q_rope), dim=2)
+
+
+def _runs(hidden: Tensor, batch: ForwardBatch, rows: int) -> Tensor:
+    """Each sampled row with those that follow it, [N, rows, E]."""
+    steps = torch.arange(rows, device=hidden.device)
+    return hidden[batch.sampled_rows[:, None] + steps]
 
 
 def stack_rows(parts: list[np.ndarray], kernels: TorchKernels, dtype: DType) -> Tensor:

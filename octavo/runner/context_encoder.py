@@ -93,6 +93,7 @@ class ContextEncoder:
                 "seq_lens": lens.astype(np.int32),
                 "block_tables": both,
                 "adapters": np.full(count, -1, np.int32),
+                "sees_until": np.full(count, -1, np.int32),
                 **NO_CONTEXTS,
             },
             num_decodes=int((lens == 1).sum()),

@@ -47,6 +47,7 @@ def to_device(inputs: FlatInputs, pending: Sequence[SampledTokens], send: Send, 
         max_seq_len=inputs.max_seq_len,
         all_sampled=inputs.all_sampled,
         has_adapters=inputs.has_adapters,
+        has_spans=inputs.has_spans,
     )
     count = len(inputs.arrays["token_ids"])
     for tokens in pending:

@@ -268,6 +268,7 @@ class InputBatch:
                 "seq_lens": ends.astype(np.int32),
                 "block_tables": tables,
                 "adapters": slots,
+                "sees_until": np.full(len(positions), -1, np.int32),
                 **(NO_CONTEXTS if self.contexts is None else self.contexts.arrays(rows)),
             },
             num_decodes=len(rows) if one_each else int((lengths == 1).sum()),

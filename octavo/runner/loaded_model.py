@@ -29,11 +29,13 @@ from octavo.runner.preparers import PreparerContext, WorkerPreparations, make_pr
 from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
 from octavo.runner.ranks import Ranks
 from octavo.runner.setup import find_drafter, load_network, make_context, make_kernels
+from octavo.runner.tower_runner import tower_bytes
 from octavo.sampling.sampler import Sampler, TokenTable
 
 if TYPE_CHECKING:  # these are imported where they are enabled
     from octavo.runner.encoder_input_preparer import EncoderInputPreparer
     from octavo.runner.grammar_preparer import GrammarPreparer
+    from octavo.runner.image_preparer import ImagePreparer
     from octavo.runner.lora_preparer import LoraPreparer
     from octavo.runner.network_drafter import DraftSource, WorkerDrafter
 
@@ -96,12 +98,13 @@ class LoadedModel:
             with self.timed("drafter"):
                 self.drafter = drafts.load(self.context, self.network)
         preparers = make_preparers(
-            PreparerContext(options, config, folder, self.context, self.network, layout.is_last_stage)
+            PreparerContext(options, config, folder, self.context, self.network, layout.is_last_stage, self.device)
         )
-        self.preparations = WorkerPreparations(preparers)
+        self.preparations = WorkerPreparations(preparers, options.image_step_ms / 1000)
         # What steps ask of them.
         self.grammars = cast("GrammarPreparer", preparers["grammar"])
         self.encoder_inputs = cast("EncoderInputPreparer", preparers["encoder_input"])
+        self.images = cast("ImagePreparer", preparers["image"])
         self.loras = cast("LoraPreparer | None", preparers.get("lora"))
         self.prompt_adapters = cast(PromptAdapters | None, preparers.get("prompt_adapter"))
         if options.enable_lora:
@@ -109,6 +112,8 @@ class LoadedModel:
 
             self.device.reserved = reserved_bytes(options, self.network, share.free_memory())
         self.device.reserved += virtual_token_bytes(options, self.network, self.context)
+        if self.network.tower is not None:
+            self.device.reserved += tower_bytes(self.network.tower, options, config)
         if drafts is not None and self.device.name == "cpu":
             self.device.reserved += memory.activation_bytes(drafts.config, options)
         draft_specs = [] if self.drafter is None else self.drafter.kv_specs
@@ -250,6 +255,8 @@ def _kv_specs(options: EngineConfig, config: ModelConfig, dtype: str, drafts: Dr
     """
     network = build_without_weights(config, dtype, kv_cache_dtype=options.kv_cache_dtype)
     kv_specs = set(network.kv_specs)
+    if network.tower is not None:
+        kv_specs.add(network.tower.workspace)
     if network.workspace is not None:
         return kv_specs | {network.workspace}
     if drafts is not None:

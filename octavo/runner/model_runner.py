@@ -19,6 +19,7 @@ from octavo.runner.alignment import Alignment
 from octavo.runner.context_encoder import ContextEncoder
 from octavo.runner.contexts import Contexts
 from octavo.runner.device_batch import SampledTokens
+from octavo.runner.image_tokens import ImageTokens
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.loaded_model import LoadedModel
 from octavo.runner.lora_preparer import describe_adapters
@@ -51,6 +52,9 @@ class ModelRunner:
         self.device_name, self.clock = loaded.device.name, loaded.clock
         self._device, self._kernels, self._drafter = loaded.device, loaded.kernels, loaded.drafter
         self._prompt_adapters = loaded.prompt_adapters
+        self._image_tokens: ImageTokens | None = None
+        if loaded.config.image_facts is not None:
+            self._image_tokens = ImageTokens(loaded.images, loaded.config.vocab_size, options.num_virtual_tokens)
         sizes = [size for size, _ in layers.group_bytes()]
         with loaded.timed("KV cache"):
             self._cache = loaded.device.cache_engine(
@@ -134,6 +138,7 @@ class ModelRunner:
             self._forward = _refuse_while_sleeping
             if self._encoder is not None:
                 self._encoder.release()
+            self.loaded.images.release()
             if self._drafter is not None:
                 self._drafter.release()
         if self._cache.device:
@@ -216,6 +221,8 @@ class ModelRunner:
         """Runs the network, scores prompts, and samples."""
         if self._prompt_adapters is not None:
             self._prompt_adapters.take_slots(inputs)
+        if self._image_tokens is not None:
+            self._image_tokens.write(inputs, self.loaded.network)
         tables = inputs.arrays["block_tables"]
         if self._encoder is not None:
             tables = np.concatenate([tables, inputs.arrays["cross_tables"][None]], axis=2)
@@ -265,6 +272,8 @@ class ModelRunner:
                     self._pooling.forget(seq_id)
                 if self._prompt_adapters is not None:
                     self._prompt_adapters.forget(seq_id)
+                if self._image_tokens is not None:
+                    self._image_tokens.forget(seq_id)
 
     def _change_rows(self, plan: StepPlan) -> None:
         for context in plan.contexts:
@@ -279,6 +288,8 @@ class ModelRunner:
                     self._drafter.add(row)
                 if self._prompt_adapters is not None:
                     self._prompt_adapters.add(sequence, row, self._batch.tokens)
+                if self._image_tokens is not None:
+                    self._image_tokens.add(sequence)
                 self._prompts.add(sequence)
                 self._alignment.add(sequence)
                 if self._pooling is not None:

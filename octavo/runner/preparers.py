@@ -17,6 +17,7 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.core.preparation import KINDS
 from octavo.layers.context import LayerContext
 from octavo.models.network import Network
+from octavo.runner.device import Device
 
 #: Seconds that a step without other work waits for something, after which the scheduler looks for new requests.
 _WAIT = 0.02
@@ -34,6 +35,7 @@ class PreparerContext:
     network: Network
     #: Whether this worker samples: in a pipeline, the last stage does.
     samples: bool
+    device: Device
 
 
 class Preparer(ABC):
@@ -45,6 +47,8 @@ class Preparer(ABC):
 
     #: Threads that prepare.
     num_threads = 1
+    #: Whether what is kept has to be computed on the device, between steps, before it can be used.
+    computes = False
 
     @abstractmethod
     def prepare(self, payload: bytes) -> Any:
@@ -61,6 +65,14 @@ class Preparer(ABC):
     @abstractmethod
     def drop(self, key: str) -> None:
         """Forgets a thing that it keeps, and empties its slot."""
+
+    def compute(self, seconds: float) -> str | None:
+        """Where it ``computes``: goes on with the first thing for about so many seconds; its key, if it is done.
+
+        Raises:
+            Exception: the thing cannot be made; ``drop`` follows.
+        """
+        raise NotImplementedError(f"{type(self).__name__} computes nothing")
 
     def message(self, payload: bytes, error: Exception) -> str:
         """Why a thing could not be prepared, for its requests."""
@@ -83,11 +95,14 @@ class Preparer(ABC):
 class WorkerPreparations:
     """Obeys the plans: what is prepared, kept, and in which slot, is decided there."""
 
-    def __init__(self, preparers: Mapping[str, Preparer]) -> None:
-        self._preparers = preparers
+    def __init__(self, preparers: Mapping[str, Preparer], seconds: float) -> None:
+        """``seconds``: of a step that computes other things, most that are spent on what is prepared."""
+        self._preparers, self._seconds = preparers, seconds
         #: By key: who keeps it.
         self._kept: dict[str, Preparer] = {}
         self._preparing: dict[str, tuple[Preparer, bytes, Future[Any]]] = {}
+        #: By key, in the order in which they are computed.
+        self._computing: dict[str, tuple[Preparer, bytes]] = {}
         # They end their threads when this is no longer referred to.
         self._pools: dict[str, ThreadPoolExecutor] = {}
 
@@ -97,7 +112,7 @@ class WorkerPreparations:
         Raises:
             RuntimeError: something is to be placed that is not prepared.
         """
-        if not (self._preparing or plan.prepare or plan.drop or plan.place):
+        if not (self._preparing or self._computing or plan.prepare or plan.drop or plan.place):
             return
         start = time.perf_counter()
         for key in plan.drop:
@@ -105,7 +120,7 @@ class WorkerPreparations:
         for preparation in plan.prepare:
             if preparation.key in self._kept:
                 result.prepared.append(preparation.key)
-            elif preparation.key not in self._preparing:
+            elif preparation.key not in self._preparing and preparation.key not in self._computing:
                 self._begin(preparation.kind, preparation.key, preparation.payload)
         for slot, key in plan.place:
             if key in self._preparing:
@@ -113,12 +128,31 @@ class WorkerPreparations:
             if key not in self._kept:
                 raise RuntimeError(f"{key} is not prepared: {result.prepare_errors.get(key, 'it was not asked for')}")
             self._kept[key].place(slot, key)
-        if plan.awaits_prepared and self._preparing and not (result.prepared or result.prepare_errors):
+        self._compute(result, _WAIT if plan.awaits_prepared else self._seconds)
+        is_idle = plan.awaits_prepared and not self._computing
+        if is_idle and self._preparing and not (result.prepared or result.prepare_errors):
             wait([future for _, _, future in self._preparing.values()], _WAIT, FIRST_COMPLETED)
         for key in [key for key, (_, _, future) in self._preparing.items() if future.done()]:
             self._receive(key, result)
         if plan.place or plan.awaits_prepared:
             result.prepare_seconds += time.perf_counter() - start
+
+    def _compute(self, result: StepResult, seconds: float) -> None:
+        """Goes on with what is to be computed on the device."""
+        end = time.perf_counter() + seconds
+        while self._computing and (left := end - time.perf_counter()) > 0:
+            key, (preparer, payload) = next(iter(self._computing.items()))
+            try:
+                done = preparer.compute(left)
+            except Exception as e:
+                preparer.drop(key)
+                del self._computing[key]
+                result.prepare_errors[key] = preparer.message(payload, e)
+                continue
+            if done is not None:
+                del self._computing[done]
+                self._kept[done] = preparer
+                result.prepared.append(done)
 
     def _begin(self, kind: str, key: str, payload: bytes) -> None:
         preparer = self._preparers[kind]
@@ -131,6 +165,8 @@ class WorkerPreparations:
             self._preparing.pop(key)[2].cancel()
         if key in self._kept:
             self._kept.pop(key).drop(key)
+        if key in self._computing:
+            self._computing.pop(key)[0].drop(key)
 
     def _receive(self, key: str, result: StepResult) -> None:
         """Takes what has been prepared, or why it has not; waits for it."""
@@ -142,6 +178,9 @@ class WorkerPreparations:
         except Exception as e:
             result.prepare_errors[key] = preparer.message(payload, e)
         else:
+            if preparer.computes:
+                self._computing[key] = preparer, payload
+                return
             self._kept[key] = preparer
             result.prepared.append(key)
 

@@ -57,7 +57,8 @@ def make_context(
         positions=options.token_budget,
         max_loras=options.max_loras if options.enable_lora else 0,
         max_lora_rank=options.max_lora_rank,
-        virtual_tokens=options.num_virtual_tokens,
+        # Those of a step's images are written behind the adapters'.
+        virtual_tokens=options.num_virtual_tokens + (0 if config.image_facts is None else options.token_budget),
     )
 
 

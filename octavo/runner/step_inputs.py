@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ class FlatInputs:
     max_seq_len: int
     all_sampled: bool
     has_adapters: bool
+    #: Whether a token of an image sees later ones.
+    has_spans: bool = field(default=False, kw_only=True)
 
 
 @dataclass(slots=True)

@@ -52,6 +52,13 @@ class Admission:
                 f"the prompt has {prompt} tokens, but with batching=prefill_first a prompt is computed in one step of "
                 f"at most max_num_batched_tokens={limit}"
             )
+        longest = max((f.length for f in group.request.features if f.is_whole), default=0)
+        most = min(limit - self._options.max_num_seqs + 1, self._blocks.max_chunk)
+        if longest > most:
+            return (
+                f"an image of {longest} tokens is computed in one step, which has room for {most} beside decodes: set "
+                f"max_num_batched_tokens to {self._options.max_num_seqs + longest} or more, or max_num_seqs to less"
+            )
         if group.num_seqs > self._options.max_num_seqs:
             return f"it needs {group.num_seqs} sequences at once, but max_num_seqs is {self._options.max_num_seqs}"
         context = 0 if group.cross is None else group.cross.blocks_needed(self._blocks)

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+import msgspec
+
 from octavo.core.errors import AdapterError
 from octavo.core.preparation import Limits, Preparation
 from octavo.core.stats import AdapterStats
@@ -53,6 +55,11 @@ class Prepared:
     def in_use(self) -> bool:
         """Whether it keeps its place: a group runs with it, or it is pinned."""
         return self.num_running > 0 or self.pinned
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether the workers are at it."""
+        return self.state is PreparationState.PREPARING
 
     @property
     def is_usable(self) -> bool:
@@ -106,6 +113,8 @@ class PreparationPool:
         self._used_slots: set[int] = set()
         self._uses = itertools.count(1)
         self.num_preparing = self.num_in_memory = 0
+        #: As ``Preparation.size`` counts: of all in memory, and of those of ``_idle``.
+        self._held = self._idle_size = 0
         #: Those that nothing was begun for and that are needed, in the order in which they were first asked for.
         self.wanted: dict[str, Prepared] = {}
         #: Pinned ones that are not ready yet.
@@ -124,6 +133,7 @@ class PreparationPool:
     def add_waiting(self, preparation: Preparation, group: SequenceGroup) -> Prepared:
         """A group that needs it begins to wait."""
         thing = self.find(preparation)
+        thing.preparation = preparation  # with the payload, which it may not have kept
         thing.waiting[group.group_id] = group
         if len(thing.waiting) == 1:
             self._classify(thing)
@@ -200,16 +210,18 @@ class PreparationPool:
         """Whether not too many are being prepared."""
         return self.num_preparing < MAX_PREPARING
 
-    @property
-    def has_room(self) -> bool:
-        """Whether memory has room for one more, by itself or if one that nothing waits for is dropped."""
-        return self.limits.host is None or self.num_in_memory < self.limits.host or bool(self._idle)
+    def has_room(self, thing: Prepared) -> bool:
+        """Whether memory has room for a thing, by itself or if others that nothing waits for are dropped."""
+        limit = self.limits.host
+        return limit is None or self._held - self._idle_size + thing.preparation.size <= limit
 
     def begin(self, thing: Prepared) -> None:
         """Begins to prepare a thing; where there ``has_room``, or ``drop`` has made some."""
-        if self.num_in_memory == self.limits.host:
+        limit, size = self.limits.host, thing.preparation.size
+        while limit is not None and self._held + size > limit:
             self.drop(next(iter(self._idle.values())))
         self.num_in_memory += 1
+        self._held += size
         self.num_preparing += 1
         self._stats.loads += 1
         self._changes.prepare.append(thing.preparation)
@@ -221,6 +233,7 @@ class PreparationPool:
         if thing.slot is not None:
             self._free_slots.append(self._vacate(thing))
         self.num_in_memory -= 1
+        self._held -= thing.preparation.size
         self._stats.host_evictions += 1
         self._changes.drop.append(thing.key)
         self._set_state(thing, PreparationState.WANTED)
@@ -239,6 +252,7 @@ class PreparationPool:
         if thing is None:
             return []
         self.num_in_memory -= 1
+        self._held -= thing.preparation.size
         self._stats.failed_loads += 1
         self._changes.drop.append(key)  # of several workers, some may have prepared it
         self._num_pinned -= thing.pinned
@@ -299,7 +313,9 @@ class PreparationPool:
     def _classify(self, thing: Prepared) -> None:
         """Keeps the sets of unused, used, wanted and pinned things right after a change of this one."""
         key, slot, state = thing.key, thing.slot, thing.state
-        for things in (self._idle, self._awaited, self.unready_pins):
+        if self._idle.pop(key, None) is not None:
+            self._idle_size -= thing.preparation.size
+        for things in (self._awaited, self.unready_pins):
             things.pop(key, None)
         if slot is not None:
             (self._used_slots.add if thing.in_use else self._used_slots.discard)(slot)
@@ -312,7 +328,13 @@ class PreparationPool:
         if thing.in_use:
             return
         if state in (PreparationState.PREPARED, PreparationState.READY):
-            (self._awaited if thing.waiting else self._idle)[key] = thing
+            if thing.waiting:
+                self._awaited[key] = thing
+                return
+            # The next request that needs it brings the payload again, which may be large.
+            thing.preparation = msgspec.structs.replace(thing.preparation, payload=b"")
+            self._idle[key] = thing
+            self._idle_size += thing.preparation.size
             if self.limits.idle is not None and len(self._idle) > self.limits.idle:
                 self.drop(next(iter(self._idle.values())))
         elif state is PreparationState.WANTED and not thing.waiting:

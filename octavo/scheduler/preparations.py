@@ -140,34 +140,43 @@ class Preparations:
     def _begin_pinned(self, pool: PreparationPool, now: float) -> None:
         for thing in list(pool.unready_pins.values()):
             may_begin = thing.state is PreparationState.WANTED and pool.may_begin
-            if may_begin and (pool.has_room or self._drop_last(pool, now)):
+            if may_begin and self._make_room(pool, thing, None, now):
                 pool.begin(thing)
 
     def _begin_wanted(self, pool: PreparationPool, now: float) -> None:
-        heads = ((self._order(self._head(thing, now)), thing) for thing in pool.wanted.values())
-        for place, thing in heapq.nsmallest(len(pool.wanted), heads, key=lambda entry: entry[0]):
-            if not pool.may_begin or not (pool.has_room or self._make_room(pool, place, now)):
+        heads = ((self._head(thing, now), thing) for thing in pool.wanted.values())
+        for head, thing in heapq.nsmallest(len(pool.wanted), heads, key=lambda entry: self._order(entry[0])):
+            if not pool.may_begin or not self._make_room(pool, thing, head, now):
                 return
             pool.begin(thing)
 
-    def _make_room(self, pool: PreparationPool, place: tuple[Any, ...], now: float) -> bool:
-        """Drops something that groups wait for, if a group at ``place`` goes before all that wait for what is there."""
-        there = (thing for thing in pool.things.values() if thing.waiting and thing.state in _IN_MEMORY)
-        first = min((self._order(self._head(thing, now)) for thing in there), default=None)
-        return (first is None or place < first) and self._drop_last(pool, now)
+    def _make_room(self, pool: PreparationPool, wanted: Prepared, group: SequenceGroup | None, now: float) -> bool:
+        """Whether memory has room for a thing; drops others that groups wait for, the last in order first.
 
-    def _drop_last(self, pool: PreparationPool, now: float) -> bool:
-        """Drops the thing in no use whose first group is the last in order; False if there is none."""
-        if not pool.awaited:
-            return False
-        pool.drop(max(pool.awaited, key=lambda thing: self._order(self._head(thing, now))))
-        return True
+        That is only done for something pinned (``group`` is None), and for a group that goes before all others that
+        wait for what is there.
+        """
+        if pool.has_room(wanted):
+            return True
+        if group is not None:
+            there = (thing for thing in pool.things.values() if thing.waiting and thing.state in _IN_MEMORY)
+            heads = [head for head in (self._head(thing, now) for thing in there) if head is not group]
+            if heads and self._order(group) >= min(self._order(head) for head in heads):
+                return False
+        others = [(self._head(thing, now), thing) for thing in pool.awaited]
+        others = [(head, thing) for head, thing in others if head is not group]
+        for _, thing in sorted(others, key=lambda entry: self._order(entry[0]), reverse=True):
+            pool.drop(thing)
+            if pool.has_room(wanted):
+                return True
+        return False
 
     def _head(self, thing: Prepared, now: float) -> SequenceGroup:
         """The first of the groups that wait for a thing."""
         lanes = (queue.first_in_lane(thing.key, now) for queue in self._queues)
         heads = [group for group in lanes if group is not None]
         # Groups that wait for several things are in the lane of one of them.
+        heads += [group for group in thing.waiting.values() if len(group.preparations) > 1]
         return min(heads or thing.waiting.values(), key=self._order)
 
     # --- plans and results ------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ class PreparedQueue(Ordered):
 
     A group is in ``ready``, or in a lane: a queue of all groups that need the same thing. There it is while the thing
     is not prepared, and always if the thing is scarce, so that its place may go to others. So passing over groups costs
-    nothing, however many wait: what is looked at are the lanes of scarce things.
+    nothing, however many wait: what is looked at are the lanes of scarce things. Of several scarce things it is one
+    that is not there yet.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class PreparedQueue(Ordered):
         plenty = (t for t in needs if not t.pool.limits.is_scarce)
         thing, lanes = next((t for t in plenty if t.state is not PreparationState.READY), None), self._unprepared
         if thing is None:
-            thing, lanes = next((t for t in needs if t.pool.limits.is_scarce), None), self._scarce
+            scarce = [t for t in needs if t.pool.limits.is_scarce]
+            missing = (t for t in scarce if not t.is_usable)
+            thing, lanes = next(missing, scarce[0] if scarce else None), self._scarce
         if thing is None:
             self.ready.push(group)
             return
@@ -91,10 +94,14 @@ class PreparedQueue(Ordered):
         return self._first(queue.peek(now) for queue in self._open())
 
     def peek_blocked(self, now: float) -> SequenceGroup | None:
-        """Of the groups that wait for something scarce, the one that arrived first, if it is urgent."""
+        """Of the groups that wait for something scarce, the one that arrived first, if it is urgent.
+
+        What is being prepared for them has its place.
+        """
         if self._aging_limit is None:
             return None
-        oldest = _earliest(lane.earliest() for thing, lane in self._scarce.values() if not thing.is_usable)
+        lacking = (lane for thing, lane in self._scarce.values() if not (thing.is_usable or thing.is_preparing))
+        oldest = _earliest(lane.earliest() for lane in lacking)
         if oldest is None or now - oldest.request.arrival_time <= self._aging_limit:
             return None
         oldest.urgent = True

@@ -130,9 +130,14 @@ class Queues:
 
     def _on_change(self, thing: Prepared) -> None:
         """Groups that have waited for something that is ready now take the place of their arrival."""
-        if thing.state is PreparationState.READY and not thing.pool.limits.is_scarce:
+        is_scarce = thing.pool.limits.is_scarce
+        if thing.state is PreparationState.READY and not is_scarce:
             for group in thing.waiting.values():
                 self._queue_of(group).moved(group)
+        elif is_scarce and thing.state in (PreparationState.READY, PreparationState.WANTED):
+            for group in thing.waiting.values():
+                if len(group.preparations) > 1:  # of what it needs, something else may be missing now
+                    self._queue_of(group).moved(group)
 
     def peek(self, queue: PreparedQueue, now: float) -> SequenceGroup | None:
         """The first group of a queue that may be admitted, as far as preparations are concerned; None if there is none.

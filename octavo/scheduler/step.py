@@ -79,8 +79,9 @@ def prompt_chunks(blocks: BlockManager, group: SequenceGroup, budget: int, optio
     whole = not options.enable_chunked_prefill or (
         options.batching == "prefill_first" and not group.totals.num_recomputes
     )
+    most = budget
     if not whole:
-        budget = min(budget, blocks.max_chunk)
+        most = budget = min(budget, blocks.max_chunk)
         if group.is_long:
             budget = min(budget, options.long_prefill_token_threshold)
     chunks: Chunks = []
@@ -90,10 +91,25 @@ def prompt_chunks(blocks: BlockManager, group: SequenceGroup, budget: int, optio
         tokens = seq.num_uncomputed - held_back
         fits = tokens <= budget or (whole and budget == options.token_budget)
         n = tokens if fits else 0 if whole else budget
+        if 0 < n < tokens and group.request.features:
+            n = _with_whole_features(group, seq.num_computed, n, most)
         if n > 0:
             chunks.append((seq, n))
             budget -= n
+            most -= n
     return chunks
+
+
+def _with_whole_features(group: SequenceGroup, start: int, count: int, most: int) -> int:
+    """About ``count`` tokens from ``start`` on, at most ``most``, that end in no feature which is computed whole."""
+    end = start + count
+    cut = next((f for f in group.request.features if f.is_whole and f.offset < end < f.offset + f.length), None)
+    if cut is None:
+        return count
+    if cut.offset > start:
+        return cut.offset - start
+    rest = cut.offset + cut.length - start
+    return rest if rest <= most else 0
 
 
 def restore_sharing(queues: Queues, group: SequenceGroup) -> None:
@@ -299,4 +315,5 @@ def _new_sequence(seq: Sequence) -> NewSequence:
         task,
         key,
         None if cross is None else cross.context_id,
+        seq.group.request.features,
     )

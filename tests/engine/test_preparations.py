@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,9 @@ class TablePreparer(Preparer):
         del kept[key]
 
 
-def table_of(request: EngineCoreRequest) -> Preparation | None:
+def table_of(request: EngineCoreRequest) -> Sequence[Preparation]:
     user = request.options.user
-    return Preparation("table", f"table of {user}", user.encode()) if user else None
+    return [Preparation("table", f"table of {user}", user.encode())] if user else []
 
 
 @pytest.fixture

@@ -131,6 +131,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
+    "quick_gelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
     "relu": torch.relu,
 }
 

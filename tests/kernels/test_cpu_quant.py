@@ -189,7 +189,7 @@ def test_a_row_is_the_same_in_any_batch(isa: str, kind: str) -> None:
         assert torch.equal(run(layer, x), everything)
 
 
-@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "quick_gelu", "relu"])
 @pytest.mark.parametrize("floats", _cpu.available_isas().floats)
 def test_which_instruction_set_of_integers_computes_does_not_show(floats: str, activation: str | None) -> None:
     """Nor in what becomes of the sums: bias, residual, activation, and the product of gate and up."""

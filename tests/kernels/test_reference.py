@@ -332,6 +332,7 @@ def test_products(dtype: torch.dtype) -> None:
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_tanh": partial(F.gelu, approximate="tanh"),
+        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
         "relu": F.relu,
     }
     for name, function in functions.items():

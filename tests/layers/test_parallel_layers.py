@@ -108,7 +108,7 @@ def test_merged_columns_keep_each_part_together(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"])
 def test_gates_stay_with_what_they_gate(size: int, activation: Any) -> None:
     x, gate, up = torch.randn(3, 6), torch.randn(8, 6), torch.randn(8, 6)
     tensors = {"gate_proj.weight": gate, "up_proj.weight": up}
@@ -117,6 +117,7 @@ def test_gates_stay_with_what_they_gate(size: int, activation: Any) -> None:
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_tanh": partial(F.gelu, approximate="tanh"),
+        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
         "relu": F.relu,
     }
     close(torch.cat([layer(x) for layer in layers], dim=1), function[activation](x @ gate.T) * (x @ up.T))

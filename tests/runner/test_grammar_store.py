@@ -31,8 +31,9 @@ class Store:
     def __init__(self, folder: Path, samples: bool = True, **options: Any) -> None:
         config: Any = EngineConfig(model=str(folder), **options)
         none: Any = None
-        self.preparer = GrammarPreparer(PreparerContext(config, read_model_config(folder), folder, none, none, samples))
-        self.preparations = WorkerPreparations({"grammar": self.preparer})
+        context = PreparerContext(config, read_model_config(folder), folder, none, none, samples, none)
+        self.preparer = GrammarPreparer(context)
+        self.preparations = WorkerPreparations({"grammar": self.preparer}, 0.05)
         self.find = self.preparer.find
 
 

@@ -10,6 +10,9 @@ from octavo.core.plan import StepPlan, StepResult
 from octavo.core.preparation import Limits, Preparation, adapter_preparation, grammar_preparation, limits_of
 from octavo.core.structured_outputs import Grammar
 
+#: What all images in memory may take together.
+IMAGE_MEMORY = 7
+
 
 def lora(key: str) -> AdapterRef:
     """A LoRA adapter that the fake worker knows."""
@@ -49,7 +52,8 @@ def adapter_options(max_loras: int, max_cpu_loras: int | None = None, max_prompt
 
 def limits_for(options: AdapterOptions | None) -> dict[str, Limits]:
     """Adapters as the options have them, and two grammars and two encoder inputs beside those in use."""
-    return {**limits_of(options), "grammar": Limits(idle=2), "encoder_input": Limits(idle=2)}
+    few = {"grammar": Limits(idle=2), "encoder_input": Limits(idle=2), "image": Limits(host=IMAGE_MEMORY)}
+    return {**limits_of(options), **few}
 
 
 class FakePreparations:
@@ -102,7 +106,7 @@ class FakePreparations:
             self.slots[slot] = key
         there = [*self.prepared.values(), *self.preparing.values()]
         for kind, limits in self.limits.items():
-            count = sum(preparation.kind == kind for preparation in there)
+            count = sum(preparation.size for preparation in there if preparation.kind == kind)
             assert limits.host is None or count <= limits.host, f"more of {kind} than memory may hold"
         self._prepare(plan.awaits_prepared)
 

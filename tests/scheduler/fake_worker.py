@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from octavo.core.config import SchedulerOptions
 from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput, SequenceOutput
 from octavo.core.plan import Fork, NewSequence, PositionLogprobs, SequenceResult, StepPlan, StepResult
 from octavo.core.progress import Hypothesis
-from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate, Pool, SequenceStatus
+from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, Pool, SequenceStatus
 from octavo.engine.step_loop import StepLoop, _Failed
 from octavo.executor.executor import Executor, PendingStep
 from octavo.memory.block_manager import BlockManager
@@ -50,12 +50,23 @@ def extend_print(before: int, token: int) -> int:
     return hash((before, token))
 
 
-def print_of(token_ids: list[int], adapter: str | None = None, encoder_key: str | None = None) -> int:
-    """The print of the last token, computed with an adapter, over what an encoder has read."""
+def print_of(
+    token_ids: list[int],
+    adapter: str | None = None,
+    encoder_key: str | None = None,
+    features: Sequence[Feature] = (),
+) -> int:
+    """The print of the last token, computed with an adapter, over what an encoder has read, with features of images."""
     value = _start(adapter, encoder_key)
-    for token in token_ids:
-        value = extend_print(value, token)
+    for position, token in enumerate(token_ids):
+        value = extend_print(value, embedded(token, position, features))
     return value
+
+
+def embedded(token: int, position: int, features: Sequence[Feature]) -> int:
+    """What is computed of a token: a number of its own for one that stands for a feature."""
+    feature = next((f for f in features if f.offset <= position < f.offset + f.length), None)
+    return token if feature is None else hash((feature.image, feature.first + position - feature.offset))
 
 
 def _start(adapter: str | None, encoder_key: str | None = None) -> int:
@@ -103,9 +114,9 @@ def tokens_alone(request: EngineCoreRequest, index: int, max_model_len: int) -> 
     return tokens[len(request.prompt_token_ids) :]
 
 
-def _keys(request: EngineCoreRequest) -> tuple[str | None, str | None]:
+def _keys(request: EngineCoreRequest) -> tuple[str | None, str | None, list[Feature]]:
     adapter, given = request.adapter, request.encoder_input
-    return None if adapter is None else adapter.key, None if given is None else given.key
+    return None if adapter is None else adapter.key, None if given is None else given.key, request.features
 
 
 def hypotheses_alone(request: EngineCoreRequest, max_model_len: int, vocabulary: int = VOCABULARY) -> list[Hypothesis]:
@@ -142,6 +153,7 @@ class Row:
     #: Key of what an encoder has read, and the id of what it made of it.
     encoder_key: str | None = None
     context: int | None = None
+    features: list[Feature] = field(default_factory=list)
     #: Tokens that must follow, which come back with a plan.
     forced: list[int] = field(default_factory=list)
 
@@ -155,9 +167,9 @@ class Row:
         return self.known == len(self.tokens)
 
     def append(self, token: int) -> None:
-        self.tokens.append(token)
         before = self.prints[-1] if self.prints else _start(self.adapter, self.encoder_key)
-        self.prints.append(extend_print(before, token))
+        self.prints.append(extend_print(before, embedded(token, len(self.tokens), self.features)))
+        self.tokens.append(token)
 
 
 @dataclass
@@ -416,6 +428,7 @@ class FakeWorker(Executor):
         seed = task.seed if isinstance(task, Generate) else 0
         encoder_key = None if new.context is None else self.contexts[new.context].key
         row = Row(task, seed, [], [], tables, new.num_computed, known, limit, new.adapter, encoder_key, new.context)
+        row.features = new.features
         for token in new.token_ids:
             row.append(token)
         self.rows[new.seq_id] = row
@@ -436,6 +449,7 @@ class FakeWorker(Executor):
             row.adapter,
             row.encoder_key,
             row.context,
+            row.features,
         )
 
     def _forked_children(self, plan: StepPlan) -> dict[int, int]:
@@ -461,6 +475,11 @@ class FakeWorker(Executor):
             for token in drafts:
                 row.append(token)
             end = row.num_computed + count
+            for feature in row.features:
+                after = feature.offset + feature.length
+                if feature.offset < end and row.num_computed < after:
+                    assert feature.image in self.preparations.prepared, f"{feature.image} is not prepared"
+                    assert not feature.is_whole or after <= end, "a whole feature is cut"
             assert end <= len(row.tokens) <= min(row.limit, self.max_model_len)
             assert not drafts or end == len(row.tokens), "drafts behind a token that is not computed"
             assert end < row.limit, "the last token is computed, and nothing follows it"
@@ -833,7 +852,9 @@ def check_preparations(queues: Queues) -> None:
         in_memory = [t for t in pool.things.values() if t.state is not PreparationState.WANTED]
         assert pool.num_in_memory == len(in_memory)
         assert pool.num_preparing == sum(t.state is PreparationState.PREPARING for t in in_memory)
-        assert pool.limits.host is None or pool.num_in_memory <= pool.limits.host
+        held = sum(thing.preparation.size for thing in in_memory)
+        assert (pool._held, pool._idle_size) == (held, sum(thing.preparation.size for thing in pool._idle.values()))
+        assert pool.limits.host is None or held <= pool.limits.host
         assert pool.limits.idle is None or len(pool._idle) <= pool.limits.idle
         assert [t for t in pool.slots if t] == [t for t in pool.slots if t and t.state is PreparationState.READY]
 
@@ -853,6 +874,9 @@ def check_index(engine: Engine, index: ContentIndex) -> None:
         known_content = positions(known.content)
         assert 0 < len(known_content) <= len(content)  # less at the end of a shared prefix
         for token, found in zip(known_content, content, strict=False):
+            if isinstance(token, tuple):  # one that stands for a feature
+                _, key, _, index_in_it = token
+                token = hash((key.decode().partition(",")[0], index_in_it))
             assert found is not None and isinstance(token, int)
             assert before is None or found == extend_print(before, token), f"block {block} is not what it is known as"
             before = found

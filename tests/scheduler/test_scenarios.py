@@ -857,7 +857,7 @@ def test_equal_placeholders_of_different_features_or_adapters_share_nothing() ->
     assert found(features=[cat]) == 2, "the tokens before it"
     assert found(features=[dog]) == 2
     assert found(features=[cat]) == 13
-    assert found(features=[Feature(2, 9, b"dog", image=1)]) == 13, "the key names the content"
+    assert found(features=[Feature(2, 9, b"dog", image="a dog")]) == 13, "the key names the content"
     assert found(features=[late]) == 6, "the tokens before it, as of the first request"
     assert found(adapter=adapter, features=[dog]) == 0
     assert found(adapter=adapter, options=RequestOptions(cache_salt="x"), features=[dog]) == 0

@@ -12,8 +12,9 @@ from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
 from octavo.core.encoder_input import EncoderInput
 from octavo.core.errors import AdapterError
+from octavo.core.image_input import PromptImage
 from octavo.core.kv_groups import GroupBlocks, window_blocks
-from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate, SequenceStatus
+from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, SequenceStatus
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
@@ -22,6 +23,7 @@ from octavo.scheduler.policies import POLICIES, Policy
 from octavo.scheduler.preparation_pool import PreparationState
 from octavo.speculation.drafter import DraftedSequence, Drafter
 from tests.scheduler.fake_preparations import (
+    IMAGE_MEMORY,
     FakePreparations,
     adapter_options,
     grammar,
@@ -99,6 +101,8 @@ class Case:
     drafts: bool = False
     #: Whether most requests have an input for an encoder.
     contexts: bool = False
+    #: Whether most prompts have images.
+    images: bool = False
 
 
 def make_case(seed: int) -> Case:
@@ -191,6 +195,7 @@ class Run:
         self.engine.worker.vocabulary = self.own_rng.choice([VOCABULARY, 2])
         self.engine.worker.seconds_per_move = self.rng.choice([1e-5, 1e-1])
         self.context_rng = random.Random(case.seed + 5)
+        self.image_rng = random.Random(case.seed + 6)
         self.prefixes = [self._tokens(20) for _ in range(2)]
         self.added = 0
         self.pin_rng = random.Random(case.seed + 2)
@@ -223,7 +228,10 @@ class Run:
         if isinstance(task, Generate) and self.case.grammars and self.grammar_rng.random() < 0.7:
             task.grammar = grammar(self.grammar_rng.choice("ABCDE"))
         self.added += 1
+        images, features = self.images(length) if self.case.images else ([], [])
         return EngineCoreRequest(
+            images=images,
+            features=features,
             group_id=self.added,
             prompt_token_ids=prompt,
             task=task,
@@ -244,6 +252,24 @@ class Run:
         number = self.context_rng.randrange(5)
         tokens = [0, 1, 5, 9, 3 * self.case.block_size][number]
         return EncoderInput("tokens", f"input {number}", tokens, b"") if tokens else None
+
+    def images(self, length: int) -> tuple[list[PromptImage], list[Feature]]:
+        """Some of a few images, with features anywhere in a prompt, that fit into memory together."""
+        rng = self.image_rng
+        images: dict[str, PromptImage] = {}
+        features, position = [], rng.choice([0, 0, 1, 5])
+        while position < length and rng.random() < 0.7:
+            number = rng.randrange(5)
+            key, size = f"image {number}", 1 + number % 3
+            count = min(1 + number, length - position)
+            if key not in images and sum(image.size for image in images.values()) + size > IMAGE_MEMORY:
+                break
+            images[key] = PromptImage(key, b"pixels of %d" % number, size)
+            # As a prefix is shared, tokens are those that requests have there by chance.
+            is_whole = number in (1, 3) and count <= self.case.options.token_budget - self.case.options.max_num_seqs
+            features.append(Feature(position, count, f"{key}, {count}".encode(), key, 0, is_whole))
+            position += count + rng.choice([0, 1, 2])
+        return list(images.values()), features
 
     def share_prefix(self) -> None:
         """Pins a prefix, or releases one that is pinned."""
@@ -358,7 +384,7 @@ class Run:
 
     def waits_for_preparation(self, group: SequenceGroup) -> bool:
         pools = self.engine.scheduler.preparations.pools
-        needs = [p for p in group.preparations if p.kind in ("grammar", "encoder_input")]
+        needs = [p for p in group.preparations if p.kind in ("grammar", "encoder_input", "image")]
         return any(pools[p.kind].things[p.key].state is not PreparationState.READY for p in needs)
 
     def check_bound(self, before: dict[int, tuple[SequenceGroup, SequenceStatus]], compiling: set[int]) -> None:
@@ -374,14 +400,19 @@ class Run:
             outside = group.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
             if not outside or now - group.request.arrival_time <= limit or group.group_id in compiling:
                 continue
+            if group.request.images and self.waits_for_preparation(group):
+                continue  # one of its images made room for those of a group that goes before it
+            if any(thing.is_preparing for thing in self.engine.scheduler.preparations.needs(group)):
+                continue  # has its place
+            takes_scarce = needs_scarce(group)
             for other_id in running:
                 other, was = before[other_id]
-                if group.request.adapter is not None and other.request.adapter is None:
+                if takes_scarce and not needs_scarce(other):
                     continue  # goes on while slots become free
                 if other.arrival > group.arrival:
                     kept = status is SequenceStatus.RUNNING
                     came_in = was is not SequenceStatus.RUNNING
-                    if group.request.adapter is not None and not came_in:
+                    if takes_scarce and not came_in:
                         continue  # ends first, if it has the slot that the group waits for
                     assert not came_in and not kept, f"{other_id} went before {group.group_id}"
 
@@ -415,6 +446,11 @@ class Run:
                 assert tokens == alone[: len(tokens)]
 
 
+def needs_scarce(group: SequenceGroup) -> bool:
+    """Whether it needs something of which running groups may hold all there is."""
+    return group.request.adapter is not None or bool(group.request.images)
+
+
 #: Full layers with others that have a short and a long window; all layers with a window.
 WITH_WINDOWS: list[tuple[tuple[int | None, float], ...]] = [
     ((None, 1.0), (3, 0.0)),
@@ -432,6 +468,7 @@ def run_cases(
     adapters: bool = False,
     grammars: bool = False,
     contexts: bool = False,
+    images: bool = False,
 ) -> None:
     for seed in range(first, first + count):
         case = make_case(seed)
@@ -452,8 +489,10 @@ def run_cases(
             budget = random.Random(seed).choice([None, 4, 9, 20])
             options = case.options.model_copy(update={"max_num_encoder_input_tokens": budget})
             case = replace(case, contexts=True, host_cache=False, options=options, drafts=seed % 5 == 0)
+        if images:
+            case = replace(case, images=True, drafts=seed % 5 == 0)
         try:
-            Run(case, shares_prefixes=not contexts)()
+            Run(case, shares_prefixes=not (contexts or images))()
         except Exception as e:
             raise AssertionError(f"in {case}") from e
 
@@ -481,6 +520,11 @@ def test_generated_traffic_with_grammars(part: int) -> None:
 @pytest.mark.parametrize("part", range(5))
 def test_generated_traffic_with_contexts(part: int) -> None:
     run_cases(part * 1000, 200, contexts=True)
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_generated_traffic_with_images(part: int) -> None:
+    run_cases(part * 1000, 200, WITH_WINDOWS if part == 4 else None, images=True, adapters=part == 3)
 
 
 @pytest.mark.slow

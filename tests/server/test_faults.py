@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 
+from octavo.lab.bench.chaos_processes import open_descriptors, server_processes
 from tests.busy_machine import PATIENCE, eventually
 from tests.server.openai_judge import events
 from tests.server.running_server import TINY, Running, start
@@ -315,6 +316,19 @@ def test_a_lost_engine_is_a_pause_in_the_answers(options: list[str], number: int
     assert server.metric(RESTARTS) == 1
     assert server.metric("octavo_requests_resumed_total") >= 1
     eventually(lambda: not core.is_running())
+    assert server.stop() == 0
+
+
+def test_a_core_that_dies_in_reserve_leaves_nothing_behind(serve: Serve) -> None:
+    server = serve("--standby-engines", "1")
+    server.wait_for_log("ready in reserve")
+    before = open_descriptors(server.process.pid)
+    serving = server.core_pid()
+    [reserve] = [p for role, p in server_processes(server.process.pid) if role == "core" and p.pid != serving]
+    reserve.kill()
+    server.wait_for_log("in reserve has ended")
+    eventually(lambda: server.log.read_text().count("ready in reserve") == 2)
+    eventually(lambda: not (open_descriptors(server.process.pid) - before))
     assert server.stop() == 0
 
 

@@ -125,6 +125,7 @@ def attention_op(q: CpuArray, cache: LayerCache, out: CpuArray, spec: AttentionS
         spec.value_dim or 0,
         *((0, 0, 0) if spec.bias is None else (address(spec.bias.values), *spec.bias.layout)),
         cross=spec.cross,
+        sees_spans=spec.sees_spans,
     )
 
 

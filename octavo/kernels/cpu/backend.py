@@ -34,7 +34,7 @@ from octavo.kernels.cpu.sampling import CompiledSampling
 from octavo.kernels.experts import RoutingSpec
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.group_rows import GroupQuantizedRows
-from octavo.kernels.interface import AttentionSpec, Kernels
+from octavo.kernels.interface import AttentionSpec, Kernels, PartedForward
 from octavo.kernels.packed_weight import PackedHeads, PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
 
@@ -120,15 +120,26 @@ class CpuKernels(Kernels):
         """See ``OpRunner.capture``."""
         return self.runner.capture(forward, largest, self)
 
-    def take_sampled(self, hidden: CpuArray, batch: ForwardBatch) -> CpuArray:
+    def capture_parts(self, forward: Forward, largest: BatchSize) -> PartedForward:
+        """See ``OpRunner.capture_parts``."""
+        return self.runner.capture_parts(forward, largest, self)
+
+    def take_sampled(self, hidden: CpuArray, batch: ForwardBatch, rows: int = 1) -> CpuArray:
         """A copy of the rows; recorded operations on it run over the sampled rows."""
-        recording = self.runner.recording
-        if recording is None:
-            return hidden if batch.all_sampled else self.take_rows(hidden, batch.sampled_rows.numpy())
-        out = recording.new_sampled(hidden)
+        if rows == 1 and self.runner.recording is None and batch.all_sampled:
+            return hidden
+        assert rows == 1 or hidden.is_contiguous
+        out = self.runner.new_sampled(batch, rows * hidden.shape[1], hidden.dtype)
         size = hidden.dtype.itemsize
         op = cpu.take_sampled(hidden.address, hidden.strides[0] * size, out.address, out.strides[0] * size)
-        self.runner.run(op, out)
+        self.runner.run(op, out, sampled_rows=batch.sampled_rows.address)
+        return out
+
+    def mean_sampled(self, hidden: CpuArray, batch: ForwardBatch, rows: int) -> CpuArray:
+        """See ``Kernels``; recorded operations on it run over the sampled rows."""
+        out = self.runner.new_sampled(batch, hidden.shape[1], DType.FLOAT32)
+        op = cpu.mean_sampled(hidden.address, hidden.strides[0], out.address, out.shape[1], rows)
+        self.runner.run(op, out, sampled_rows=batch.sampled_rows.address)
         return out
 
     def token_rows(self, batch: ForwardBatch, width: int) -> CpuArray:

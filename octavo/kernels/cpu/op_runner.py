@@ -15,8 +15,8 @@ from octavo.kernels.arrays import ArrayMaker
 from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.array import CpuArray
 from octavo.kernels.cpu.compiled import cpu
-from octavo.kernels.cpu.recording import Recording, step_of
-from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
+from octavo.kernels.cpu.recording import PartedTape, Recording, step_of
+from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
 
 
 class OpRunner:
@@ -35,12 +35,22 @@ class OpRunner:
         Raises:
             UnrecordableError: ``forward`` does something to arrays that is no operation of the kernels.
         """
-        self.recording = recording = Recording(self.arena, largest, kernels)
+        recording, output = self._record(forward, largest, kernels, self.arena)
+        return recording.replay(output, forward)
+
+    def capture_parts(self, forward: Forward, largest: BatchSize, kernels: ArrayMaker) -> PartedTape:
+        """As ``capture``; its buffers are its own, as other steps run between its parts."""
+        recording, output = self._record(forward, largest, kernels, Arena())
+        return recording.parts(output, forward)
+
+    def _record(
+        self, forward: Forward, largest: BatchSize, kernels: ArrayMaker, arena: Arena
+    ) -> tuple[Recording, ForwardOutput]:
+        self.recording = recording = Recording(arena, largest, kernels)
         try:
-            output = recording.record(forward)
+            return recording, recording.record(forward)
         finally:
             self.recording = None
-        return recording.replay(output, forward)
 
     def run(self, op: Any, x: CpuArray, **arrays: int) -> None:
         """Runs an operation over the rows of x, or records it; ``arrays`` are addresses of the step's arrays."""
@@ -61,6 +71,12 @@ class OpRunner:
         if self.recording is None:
             return CpuArray.empty(shape, dtype)
         return self.recording.new(shape, dtype, self.recording.rows_of(like))
+
+    def new_sampled(self, batch: ForwardBatch, width: int, dtype: DType) -> CpuArray:
+        """Uninitialised memory with a row for each sampled row of the step."""
+        if self.recording is None:
+            return CpuArray.empty((len(batch.sampled_rows), width), dtype)
+        return self.recording.new_sampled(width, dtype)
 
     def new_delta(self, like: CpuArray, columns: int) -> CpuArray:
         """Memory for what adapters add to a product, float32; products ignore it in steps without adapters.

@@ -11,6 +11,7 @@ from octavo.kernels.cpu.arena import Arena, Lease
 from octavo.kernels.cpu.array import CpuArray
 from octavo.kernels.cpu.compiled import cpu
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput, padding_batch
+from octavo.kernels.interface import PartedForward
 
 
 class Recording:
@@ -61,9 +62,9 @@ class Recording:
         x.owner.is_delta = False
         return True
 
-    def new_sampled(self, like: CpuArray) -> CpuArray:
-        """A buffer for the sampled rows of ``like``."""
-        return self.new((self._sampled, *like.shape[1:]), like.dtype, cpu.Rows.sampled)
+    def new_sampled(self, width: int, dtype: DType) -> CpuArray:
+        """A buffer with a row for each sampled row."""
+        return self.new((self._sampled, width), dtype, cpu.Rows.sampled)
 
     def append(self, op: Any, x: CpuArray) -> None:
         """Records an operation over the rows of x."""
@@ -85,6 +86,34 @@ class Recording:
             return last[2]
 
         return run
+
+    def parts(self, output: ForwardOutput, forward: Forward) -> PartedTape:
+        """The tape, to be run in parts."""
+        return PartedTape(self.tape, self._arena, output, forward)
+
+
+class PartedTape(PartedForward):
+    """A tape with buffers of its own, which is run in parts between other steps."""
+
+    def __init__(self, tape: Any, arena: Arena, output: ForwardOutput, forward: Forward) -> None:
+        super().__init__(forward)
+        self._tape, self._arena, self._output = tape, arena, output
+        self._next = 0
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """See ``PartedForward``."""
+        super().begin(batch)
+        self._next = 0
+
+    def advance(self, seconds: float) -> ForwardOutput | None:
+        """See ``PartedForward``; the next batch overwrites the output."""
+        batch = self._batch
+        assert batch is not None, "begin comes first"
+        self._next = self._tape.run_for(step_of(batch), self._next, seconds)
+        if self._next < len(self._tape):
+            return None
+        self._batch = None
+        return self._output.first(len(batch.token_ids), len(batch.sampled_rows))
 
 
 def step_of(batch: ForwardBatch) -> Any:
@@ -110,4 +139,5 @@ def step_of(batch: ForwardBatch) -> Any:
         cross_lens=batch.cross_lens.address,
         cross_tables=cross.address,
         cross_table_stride=cross.strides[0],
+        sees_until=batch.sees_until.address if batch.has_spans else 0,
     )

@@ -31,12 +31,23 @@ def _gelu_tanh(x):
 
 
 @triton.jit
+def _quick_gelu(x):
+    return x / (1.0 + tl.exp(-1.702 * x))
+
+
+@triton.jit
 def _relu(x):
     return tl.where(x < 0.0, 0.0, x)  # NaN of NaN
 
 
 #: Functions of float32, for kernels.
-FUNCTIONS: dict[Activation, triton.JITFunction] = {"silu": silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu}
+FUNCTIONS: dict[Activation, triton.JITFunction] = {
+    "silu": silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "relu": _relu,
+}
 
 
 @triton.jit

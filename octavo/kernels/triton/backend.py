@@ -199,6 +199,8 @@ class TritonKernels(TorchKernels):
             raise UnsupportedModelError("the triton kernels have no relative position bias; use kernels='reference'")
         if spec.cross:
             raise UnsupportedModelError("the triton kernels have no cross attention; use kernels='reference'")
+        if spec.sees_spans:
+            raise UnsupportedModelError("the triton kernels have no attention to later tokens; use kernels='reference'")
         if not spec.causal:
             raise UnsupportedModelError("the triton kernels have causal attention only; use kernels='reference'")
 

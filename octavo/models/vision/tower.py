@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from octavo.core.kv_spec import KVSpec
 from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
+from octavo.layers.context import LayerContext
 from octavo.layers.layer import Layer
 
 
@@ -40,6 +41,8 @@ class Tower(Layer, ABC):
 
     #: Numbers of a row.
     row_width: int
+    #: Most rows of a piece; None: as many as the image has.
+    max_rows: int | None = None
     #: Keys and values of a layer for the rows of one batch. Group 0 has block tables by segment; group 1 has one
     #: context of all rows, which ``AttentionSpec.cross`` sees whole (the batch's cross tables).
     workspace: KVSpec
@@ -54,3 +57,20 @@ class Tower(Layer, ABC):
 
         ``caches``: the workspace as group 0 and as group 1, which are different memory.
         """
+
+
+def tower_context(context: LayerContext) -> LayerContext:
+    """What the layers of a tower are built with: all of each on every rank, not quantised, without adapters.
+
+    They are layers whose products need nothing of other ranks: ``all_reduce`` would add the whole several times.
+    """
+    return replace(
+        context,
+        quantization=None,
+        kv_cache_dtype="auto",
+        tp_rank=0,
+        tp_size=1,
+        layers=None,
+        max_loras=0,
+        virtual_tokens=0,
+    )

@@ -1,0 +1,200 @@
+"""Images of prompts: what takes the place of their placeholders, and which tokens stand for features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from octavo.core.config import EngineConfig
+from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.image_input import PromptImage
+from octavo.core.model_config import ModelConfig
+from octavo.core.request import Feature
+from octavo.engine.model_files import ModelFiles
+from octavo.images.image_files import decode_image, image_array
+from octavo.images.processor import ImageProcessor, ProcessedImage
+from octavo.images.processors import read_image_processor
+from octavo.models.config_files import read_json
+
+
+@dataclass
+class PromptFeatures:
+    """A prompt's images, each once, and the tokens that stand for their features, in the order of their offsets."""
+
+    images: list[PromptImage] = field(default_factory=list)
+    features: list[Feature] = field(default_factory=list)
+
+    def moved(self, tokens: int) -> list[Feature]:
+        """The features where so many tokens come before the prompt."""
+        if not tokens:
+            return self.features
+        return [
+            Feature(f.offset + tokens, f.length, f.key, f.image, f.first, f.is_whole, f.grid) for f in self.features
+        ]
+
+
+#: Of a prompt without images.
+NO_FEATURES = PromptFeatures()
+
+
+class ImagePrompts:
+    """Puts the images of one model's prompts in the place of their placeholders."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._files, self._options, self._config = files, files.options, files.model_config
+        self._tokenizer = files.tokenizer
+
+    @cached_property
+    def processor(self) -> ImageProcessor:
+        """What makes pixels and placeholders of an image, by the model's files.
+
+        Raises:
+            ConfigError: the files lack something, or ask for what is not supported.
+        """
+        return read_image_processor(self._files.folder, read_json(self._files.folder / "config.json"))
+
+    @cached_property
+    def placeholder_id(self) -> int:
+        """The token that a prompt has in place of each image."""
+        token = self._tokenizer.convert_tokens_to_ids(self.processor.placeholder)
+        if token is None:
+            raise ConfigError(
+                f"{self._files.folder}: the tokenizer has no token {self.processor.placeholder!r}, which stands for an "
+                "image"
+            )
+        return token
+
+    def expand(self, token_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], PromptFeatures]:
+        """The prompt's token ids with each image in the place of its placeholder.
+
+        ``images``: PIL images, arrays uint8 [height, width, 3], the bytes of files, or processed ones.
+
+        Raises:
+            InvalidRequestError: there are not as many placeholders as images, or more than may be, or one is no image.
+        """
+        facts, text = self._config.image_facts, self.processor.placeholder
+        assert facts is not None
+        self._check_number(token_ids, len(images), text)
+        if not images:
+            return list(token_ids), NO_FEATURES
+        processed = [self._processed(image) for image in images]
+        ids: list[int] = []
+        found = PromptFeatures()
+        waiting = iter(processed)
+        after = ""
+        for token in token_ids:
+            if token != self.placeholder_id:
+                if after and (spaces := self._newlines(token)):
+                    after += spaces
+                    continue
+                ids += self._encoded(after)
+                after = ""
+                ids.append(token)
+                continue
+            image = next(waiting)
+            inner = image.expansion.strip("\n")
+            start = image.expansion.index(inner)
+            before = after + image.expansion[:start]
+            while before and ids and (spaces := self._newlines(ids[-1])):
+                before = spaces + before
+                ids.pop()
+            ids += self._encoded(before)
+            self._add(found, image, ids, self._encoded(inner))
+            after = image.expansion[start + len(inner) :]
+        ids += self._encoded(after)
+        self._check_size(found.images)
+        return ids, found
+
+    def _check_number(self, token_ids: Sequence[int], images: int, text: str) -> None:
+        places = sum(token == self.placeholder_id for token in token_ids)
+        if places != images:
+            raise InvalidRequestError(
+                f"the prompt has {places} places for images ({text!r}), but {images} images come with it"
+            )
+        limit = (self._options.limit_mm_per_prompt or {}).get("image")
+        if limit is not None and images > limit:
+            raise InvalidRequestError(
+                f"the prompt has {images} images, but may have at most {limit}: the option limit_mm_per_prompt"
+            )
+
+    def _check_size(self, images: Sequence[PromptImage]) -> None:
+        size, limit = sum(image.size for image in images), self._options.image_cache_bytes
+        if size > limit:
+            raise InvalidRequestError(
+                f"the features of the prompt's {len(images)} images take {size} bytes, but there is room for {limit}: "
+                "the option image_cache_bytes"
+            )
+
+    def _processed(self, image: Any) -> ProcessedImage:
+        if isinstance(image, ProcessedImage):
+            return image
+        return self.processor.process(decode_image(image) if isinstance(image, bytes) else image_array(image))
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+    def _newlines(self, token: int) -> str:
+        """The text of a token that is made of ends of lines only: those beside an image may be one token with its own;
+        else "".
+        """
+        text = self._newline_tokens.get(token)
+        if text is None:
+            decoded = self._tokenizer.decode([token], skip_special_tokens=False)
+            text = self._newline_tokens[token] = decoded if decoded and not decoded.strip("\n") else ""
+        return text
+
+    @cached_property
+    def _newline_tokens(self) -> dict[int, str]:
+        return {}
+
+    def _add(self, found: PromptFeatures, image: ProcessedImage, ids: list[int], expansion: list[int]) -> None:
+        """Appends an image's tokens, and a feature for each run of those that stand for one."""
+        facts = self._config.image_facts
+        assert facts is not None
+        prompt_image = image.image.for_prompt(image.num_features, self._config.hidden_size)
+        if all(other.key != prompt_image.key for other in found.images):
+            found.images.append(prompt_image)
+        is_feature = np.array(expansion) == facts.token_id
+        count = int(is_feature.sum())
+        if count != image.num_features:
+            raise ConfigError(
+                f"{self._files.folder}: an image has {image.num_features} features, but its text has {count} tokens "
+                f"{facts.token_id}, which stand for them"
+            )
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], is_feature.view(np.int8), [0]))))
+        first = 0
+        for begin, end in edges.reshape(-1, 2).tolist():
+            key = f"{prompt_image.key}/{first}".encode()
+            length = end - begin
+            found.features.append(
+                Feature(len(ids) + begin, length, key, prompt_image.key, first, facts.is_whole, image.grid)
+            )
+            first += length
+        ids += expansion
+
+
+def take_images(prompt: Any) -> tuple[Any, list[Any]]:
+    """A prompt without its images, and these.
+
+    Raises:
+        InvalidRequestError: ``multi_modal_data`` has something else.
+    """
+    if not isinstance(prompt, Mapping) or prompt.get("multi_modal_data") is None:
+        return prompt, []
+    data = prompt["multi_modal_data"]
+    if not isinstance(data, Mapping) or set(data) - {"image"}:
+        kinds = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+        raise InvalidRequestError(f"multi_modal_data must be a dictionary with 'image' alone, not {kinds}")
+    given = data.get("image")
+    images = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    return {key: value for key, value in prompt.items() if key != "multi_modal_data"}, images
+
+
+def takes_images(config: ModelConfig, options: EngineConfig) -> bool:
+    """Whether prompts may have images."""
+    limit = (options.limit_mm_per_prompt or {}).get("image")
+    return config.image_facts is not None and limit != 0

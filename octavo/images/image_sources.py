@@ -1,0 +1,197 @@
+"""Where clients say that an image is: in a data URL, or at a URL that the server may fetch from."""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import re
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.core.errors import InvalidRequestError
+from octavo.images.image_files import DEFAULT_LIMITS
+from octavo.images.public_addresses import Network, public_addresses
+
+_REDIRECTS = (301, 302, 303, 307, 308)
+#: Further ones of other clients wait.
+_MOST_AT_ONCE = 32
+_SPACES = re.compile(rb"[ \t\r\n]+")
+
+
+@dataclass(frozen=True)
+class UrlRules:
+    """What may be fetched."""
+
+    is_allowed: bool = False
+    #: Hosts that URLs may name; none: all.
+    domains: tuple[str, ...] = ()
+    #: Networks whose addresses are taken although they are not public.
+    networks: tuple[Network, ...] = ()
+    #: From the name of the host to the last byte, redirects included.
+    seconds: float = 10.0
+    max_redirects: int = 3
+
+
+def decode_base64(text: str, max_bytes: int = DEFAULT_LIMITS.max_bytes, name: str = "the image") -> bytes:
+    """The bytes of a file in base64.
+
+    Raises:
+        InvalidRequestError: it is something else, or more bytes than the limit.
+    """
+    if len(text) * 3 // 4 > max_bytes + 2:
+        raise InvalidRequestError(f"{name} has about {len(text) * 3 // 4} bytes; at most {max_bytes} are taken")
+    try:
+        return binascii.a2b_base64(_SPACES.sub(b"", text.encode()), strict_mode=True)
+    except ValueError as e:
+        raise InvalidRequestError(f"{name} is not valid base64: {e}") from None
+
+
+def read_data_url(url: str, max_bytes: int = DEFAULT_LIMITS.max_bytes, name: str = "the image") -> bytes:
+    """The bytes of a data URL (RFC 2397) in base64, such as ``data:image/png;base64,iVBORw0...``.
+
+    What it says of their type does not matter: files say themselves what they are.
+
+    Raises:
+        InvalidRequestError: it is something else, or more bytes than the limit.
+    """
+    head, comma, _ = url[:200].partition(",")
+    if not comma or not head.lower().startswith("data:") or not head.lower().endswith(";base64"):
+        raise InvalidRequestError(f"{name} must begin as data:image/png;base64, does, not with {url[:40]!r}")
+    return decode_base64(url[len(head) + 1 :], max_bytes, name)
+
+
+class ImageFetcher:
+    """Fetches files from URLs of clients, within rules; used in one event loop.
+
+    A connection goes to exactly the address that was checked, at each redirect anew, and is used once.
+    """
+
+    def __init__(
+        self,
+        rules: UrlRules,
+        max_bytes: int = DEFAULT_LIMITS.max_bytes,
+        *,
+        certificates: ssl.SSLContext | None = None,
+    ) -> None:
+        """``certificates``: which ones of https are trusted; None: those that httpx does."""
+        self._rules = rules
+        self._certificates = certificates
+        self._max_bytes = max_bytes
+        self._client: Any = None
+        self._turns = asyncio.Semaphore(_MOST_AT_ONCE)
+
+    async def close(self) -> None:
+        """Closes what it holds."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def fetch(self, url: str, name: str = "the image") -> bytes:
+        """The bytes of the file at a URL.
+
+        Raises:
+            InvalidRequestError: rules do not allow it; nothing, or too much, was sent in time; or there is no file.
+        """
+        rules = self._rules
+        if not rules.is_allowed:
+            raise InvalidRequestError(
+                f"{name} is a URL, from which this server does not fetch (allow_image_urls is off): send the file "
+                "itself, as data:image/png;base64,..."
+            )
+        async with self._turns:
+            try:
+                async with asyncio.timeout(rules.seconds):
+                    return await self._follow(url, name)
+            except TimeoutError:
+                raise InvalidRequestError(f"{name} was not sent within {rules.seconds:g} seconds") from None
+
+    async def _follow(self, url: str, name: str) -> bytes:
+        for _ in range(self._rules.max_redirects + 1):
+            answer = await self._get(url, name)
+            if isinstance(answer, bytes):
+                return answer
+            url = answer
+        raise InvalidRequestError(f"{name} is redirected more than {self._rules.max_redirects} times")
+
+    async def _get(self, url: str, name: str) -> bytes | str:
+        """The file at a URL, or the URL that it redirects to."""
+        import httpx
+
+        target = self._checked_url(url, name)
+        port = target.port or {"http": 80, "https": 443}[target.scheme]
+        host = target.raw_host.decode()
+        error: Exception | None = None
+        for address in await public_addresses(host, port, self._rules.networks, name):
+            request = self._made_client().build_request(
+                "GET",
+                target.copy_with(host=address, fragment=None),
+                headers={"Host": target.netloc.decode(), "Accept": "image/*", "Accept-Encoding": "identity"},
+                extensions={"sni_hostname": host},
+            )
+            try:
+                return await self._read(request, target, name)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as e:
+                error = e
+            except httpx.HTTPError as e:
+                raise InvalidRequestError(f"{name} cannot be fetched from {host}: {e or type(e).__name__}") from None
+        raise InvalidRequestError(f"{name}: there is no connection to {host}: {error}")
+
+    def _checked_url(self, url: str, name: str) -> Any:
+        import httpx
+
+        try:
+            target = httpx.URL(url)
+        except (httpx.InvalidURL, ValueError, TypeError) as e:
+            raise InvalidRequestError(f"{name} is not a valid URL: {e}") from None
+        if (target.port or 0) > 65535:
+            raise InvalidRequestError(f"{name} is not a valid URL: there is no port {target.port}")
+        if target.scheme not in ("http", "https") or not target.host:
+            raise InvalidRequestError(
+                f"{name} must be a URL that begins with http://, https:// or data:, not {url[:40]!r}"
+            )
+        if target.userinfo:
+            raise InvalidRequestError(f"{name} is a URL with a user's name or password, which are not sent on")
+        if self._rules.domains and target.host not in self._rules.domains:
+            raise InvalidRequestError(
+                f"{name}: this server does not fetch from {target.host!r}, only from "
+                f"{_listed(self._rules.domains)} (allowed_media_domains)"
+            )
+        return target
+
+    async def _read(self, request: Any, target: Any, name: str) -> bytes | str:
+        response = await self._client.send(request, stream=True)
+        try:
+            if response.status_code in _REDIRECTS and "location" in response.headers:
+                return str(target.join(response.headers["location"]))
+            if response.status_code != 200:
+                raise InvalidRequestError(f"{name}: {target.host} answers with status {response.status_code}")
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise InvalidRequestError(f"{name}: {target.host} sends it compressed, which was not asked for")
+            content = bytearray()
+            async for piece in response.aiter_raw():
+                content += piece
+                if len(content) > self._max_bytes:
+                    raise InvalidRequestError(f"{name} has more than the {self._max_bytes} bytes that are taken")
+            return bytes(content)
+        finally:
+            await response.aclose()
+
+    def _made_client(self) -> Any:
+        if self._client is None:
+            import httpx
+
+            # No proxies of the environment, which would connect wherever the name leads by then; no connection that
+            # was made for another host at the same address; the time is that of ``fetch``.
+            self._client = httpx.AsyncClient(
+                verify=self._certificates or True,
+                trust_env=False,
+                follow_redirects=False,
+                timeout=None,
+                limits=httpx.Limits(max_keepalive_connections=0),
+            )
+        return self._client
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -1,0 +1,138 @@
+"""LLaVA 1.5 (Liu et al. 2023, arXiv 2310.03744): features of a CLIP network's last layer but one, and two matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.image_input import ImageFacts, ImageInput
+from octavo.core.model_config import ModelConfig
+from octavo.kernels.arrays import Array
+from octavo.kernels.cache import LayerCache
+from octavo.kernels.forward_batch import ForwardBatch
+from octavo.kernels.packed_weight import Activation
+from octavo.layers.context import LayerContext
+from octavo.layers.linear import MergedColumnParallelLinear
+from octavo.models.checkpoint import Rename
+from octavo.models.config_reader import ConfigReader, read_activation
+from octavo.models.llama import LlamaForCausalLM
+from octavo.models.vision.clip import read_clip
+from octavo.models.vision.siglip import read_siglip
+from octavo.models.vision.text_part import TEXT_NAMES, fields_of, read_text_part
+from octavo.models.vision.tower import Tower, TowerInput, tower_context
+from octavo.models.vision.vit import VIT_NAMES, Projection, VisionTransformer, VitConfig
+
+#: What a config.json without ``vision_config`` means.
+_VISION = {
+    "model_type": "clip_vision_model",
+    "intermediate_size": 4096,
+    "hidden_size": 1024,
+    "patch_size": 14,
+    "image_size": 336,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlavaConfig(ModelConfig):
+    """That of the language model, and of what is before it."""
+
+    #: Its layers are those up to the one whose output makes features.
+    vision: VitConfig
+    #: Whether the first token's output, that of the class, makes a feature, too.
+    keeps_first: bool = False
+    projector_bias: bool = True
+    projector_activation: Activation = "gelu"
+
+
+class LlavaTower(Tower):
+    """A vision transformer and the projector."""
+
+    def __init__(self, config: LlavaConfig, context: LayerContext) -> None:
+        super().__init__()
+        self.kernels, self._keeps_first = context.kernels, config.keeps_first
+        self.row_width = config.vision.row_width
+        width, bias = config.hidden_size, config.projector_bias
+        self.vision = self.attach("vision", VisionTransformer(config.vision, context))
+        self.workspace = self.vision.kv_spec
+        first = MergedColumnParallelLinear(
+            context, [("", width)], config.vision.hidden_size, bias, config.projector_activation
+        )
+        self.first = self.attach("projector.linear_1", first)
+        self.second = self.attach("projector.linear_2", Projection(context, width, width, bias=bias))
+
+    def prepare(self, image: ImageInput) -> list[TowerInput]:
+        """See ``Tower``."""
+        skipped = 0 if self._keeps_first else 1
+        return [
+            replace(piece, feature_rows=np.arange(skipped, len(piece.rows), dtype=np.int64))
+            for piece in self.vision.prepare(image)
+        ]
+
+    def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array:
+        """See ``Tower``."""
+        stream = self.vision(rows, batch, caches[0])
+        return self.second(self.first(self.kernels.take_sampled(stream, batch)))
+
+
+class LlavaForConditionalGeneration(LlamaForCausalLM):
+    """A language model of Llama's kind that sees images."""
+
+    checkpoint_map = (
+        Rename(r"^(model\.)?vision_tower\.(vision_model\.)?", "tower.vision."),
+        Rename(r"^(model\.)?multi_modal_projector\.", "tower.projector."),
+        *VIT_NAMES,
+        *TEXT_NAMES,
+    )
+
+    def __init__(self, config: LlavaConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        if self.is_first:
+            self.tower = self.attach("tower", LlavaTower(config, tower_context(context)))
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json of transformers 4 or 5."""
+        text = read_text_part(architecture, reader)
+        strategy = reader.raw.get("vision_feature_select_strategy") or "default"
+        if strategy not in ("default", "full"):
+            raise ConfigError(
+                f"{reader.file}: vision_feature_select_strategy must be default or full, not {strategy!r}"
+            )
+        fields = fields_of(text)
+        fields["tie_word_embeddings"] = text.tie_word_embeddings or reader.flag("tie_word_embeddings")
+        fields["image_facts"] = ImageFacts(
+            "llava", reader.positive(reader.named("image_token_id", "image_token_index"), 32000)
+        )
+        return LlavaConfig(
+            vision=_read_vision(reader),
+            keeps_first=strategy == "full",
+            projector_bias=reader.raw.get("multimodal_projector_bias", True) is not False,
+            projector_activation=read_activation(reader, "projector_hidden_act", "gelu"),
+            **fields,
+        )
+
+
+def _read_vision(reader: ConfigReader) -> VitConfig:
+    """The vision transformer, up to the layer whose output makes features."""
+    inside = replace(reader, raw=reader.table("vision_config") or dict(_VISION))
+    kind = inside.raw.get("model_type") or "clip_vision_model"
+    if kind not in ("clip_vision_model", "siglip_vision_model"):
+        raise UnsupportedModelError(
+            f"{reader.file}: vision_config has model_type {kind!r}; supported: clip_vision_model, siglip_vision_model"
+        )
+    config = read_clip(inside) if kind == "clip_vision_model" else replace(read_siglip(inside), post_norm=False)
+    layer = reader.raw.get("vision_feature_layer", -2)
+    if not isinstance(layer, int) or isinstance(layer, bool):
+        raise UnsupportedModelError(f"{reader.file}: vision_feature_layer must be one layer's number, not {layer!r}")
+    layers = layer if layer >= 0 else config.num_layers + 1 + layer
+    if not 1 <= layers <= config.num_layers:
+        raise ConfigError(
+            f"{reader.file}: vision_feature_layer must be 1 to {config.num_layers}, or -{config.num_layers} to -1, "
+            f"not {layer}"
+        )
+    return replace(config, num_layers=layers)

@@ -1,0 +1,197 @@
+"""Images in prompts: equal to transformers, and the same bits alone, in company, in chunks, preempted, or cached."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from octavo import LLM, RequestOutput, SamplingParams
+from octavo.core.errors import InvalidRequestError
+from tests.image_models import picture, save_gemma3, save_llava
+from tests.whole_outputs import all_of, everything
+
+pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
+
+SAVE: dict[str, Callable[[Path], Any]] = {"llava": save_llava, "gemma3": save_gemma3}
+PLACE = {"llava": "<image>", "gemma3": "<start_of_image>"}
+FAMILIES = ["llava"]
+
+
+Models = Callable[[str], tuple[Path, Any]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """By family: the folder, and transformers' model."""
+
+    @functools.cache
+    def make(name: str) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp(name)
+        return folder, SAVE[name](folder)
+
+    return make
+
+
+def load(folder: Path, **options: Any) -> LLM:
+    defaults = {"dtype": "float32", "num_gpu_blocks_override": 300, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+    return LLM(str(folder), **{**defaults, **options})
+
+
+def prompts(family: str) -> list[dict[str, Any]]:
+    """Images at the beginning, at the end, beside each other, the same twice, and none at all."""
+    place = PLACE[family]
+    a, b, c = picture(40, 56, 1), picture(90, 31, 2), picture(32, 32, 3)
+    return [
+        {"prompt": f"{place}what is this?", "multi_modal_data": {"image": a}},
+        {"prompt": f"compare {place} and {place}, then {place}", "multi_modal_data": {"image": [a, b, c]}},
+        {"prompt": f"twice {place}{place} the same", "multi_modal_data": {"image": [b, b]}},
+        {"prompt": f"{place}what is this?", "multi_modal_data": {"image": c}},
+        {"prompt": "no image"},
+        {"prompt": f"a longer text before it, of many tokens, so that chunks end anywhere {place}" + "x" * 30,
+         "multi_modal_data": {"image": [c]}},
+    ]  # fmt: skip
+
+
+PARAMS = [
+    SamplingParams(temperature=0.0 if i % 2 else 0.8, seed=i, max_tokens=6 + i, ignore_eos=True, logprobs=2)
+    for i in range(6)
+]
+
+
+@pytest.fixture(scope="module")
+def alone(models: Models) -> Callable[[str], list[Any]]:
+    """What each request gives in an engine of its own."""
+
+    @functools.cache
+    def record(family: str) -> list[Any]:
+        return [
+            everything(load(models(family)[0]).generate(prompt, params, use_tqdm=False)[0])
+            for prompt, params in zip(prompts(family), PARAMS, strict=True)
+        ]
+
+    return record
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 24, "max_num_seqs": 4},
+        {"max_num_batched_tokens": 20, "max_num_seqs": 3, "block_size": 5, "num_gpu_blocks_override": 60},
+        {"num_gpu_blocks_override": 14, "watermark": 0.0, "preemption_mode": "recompute"},
+        {"num_gpu_blocks_override": 14, "watermark": 0.0, "preemption_mode": "swap", "swap_space": 0.01},
+        {"image_step_ms": 0.001},
+        {"image_cache_bytes": 1 << 20, "enable_prefix_caching": False},
+        {"num_threads": 1, "enable_chunked_prefill": False, "max_num_batched_tokens": 512},
+    ],
+    ids=lambda o: ", ".join(f"{k}={v}" for k, v in o.items()) or "one batch",
+)
+def test_the_same_bits_in_company(
+    models: Models, alone: Callable[[str], list[Any]], family: str, options: dict[str, Any]
+) -> None:
+    llm = load(models(family)[0], **options)
+    outputs = llm.generate(prompts(family), PARAMS, use_tqdm=False)
+    assert all_of(outputs) == alone(family)
+    if options.get("num_gpu_blocks_override") == 14:
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    # Again, with features and blocks that are there.
+    again = llm.generate(prompts(family), PARAMS, use_tqdm=False)
+    assert all_of(again) == alone(family)
+    if options.get("enable_prefix_caching", True) and options.get("num_gpu_blocks_override") != 14:
+        assert again[1].metrics.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_images_are_not_found_in_the_prefix_cache(models: Models, family: str) -> None:
+    llm, place = load(models(family)[0], block_size=4), PLACE[family]
+    params = SamplingParams(temperature=0, max_tokens=4)
+    texts = [{"prompt": f"{place}what?", "multi_modal_data": {"image": picture(40, 40, seed)}} for seed in (1, 2, 1)]
+    outputs = [llm.generate(text, params, use_tqdm=False)[0] for text in texts]
+    assert [output.metrics.num_cached_tokens for output in outputs][:2] == [0, 0]
+    assert outputs[2].metrics.num_cached_tokens >= 16
+    assert outputs[2].prompt_token_ids == outputs[0].prompt_token_ids == outputs[1].prompt_token_ids
+
+
+def logprobs_there(model: Any, family: str, output: RequestOutput, pixels: torch.Tensor | None) -> torch.Tensor:
+    """transformers' logprobs of the output's tokens."""
+    answer = list(output.outputs[0].token_ids)
+    ids = torch.tensor([[*output.prompt_token_ids, *answer]])
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if pixels is not None:
+        inputs["pixel_values"] = pixels
+    if family == "gemma3":
+        inputs["token_type_ids"] = (ids == model.config.image_token_id).long()
+    with torch.no_grad():
+        logits = model(**inputs).logits[0]
+    rows = logits[len(output.prompt_token_ids) - 1 : -1].log_softmax(-1)
+    assert rows.argmax(-1).tolist() == answer
+    return rows.gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_to_transformers(models: Models, family: str) -> None:
+    folder, model = models(family)
+    llm = load(folder)
+    images = llm.llm_engine.front_end.inputs.image_prompts
+    assert images is not None
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+    given = prompts(family)
+    for prompt, output in zip(given, llm.generate(given, params, use_tqdm=False), strict=True):
+        pictures = prompt.get("multi_modal_data", {}).get("image", [])
+        pictures = pictures if isinstance(pictures, list) else [pictures]
+        pixels = [torch.from_numpy(images.processor.process(p).image.array().astype(np.float32)) for p in pictures]
+        normal = normalised(folder, torch.cat(pixels)) if pixels else None
+        completion = output.outputs[0]
+        expected = logprobs_there(model, family, output, normal)
+        found = torch.tensor(
+            [p[t].logprob for p, t in zip(completion.logprobs or [], completion.token_ids, strict=True)]
+        )
+        assert (found - expected).abs().max() < 1e-3
+
+
+def normalised(folder: Path, pixels: torch.Tensor) -> torch.Tensor:
+    """uint8 values [n, h, w, 3] as transformers' networks take them, with CLIP's or SigLIP's mean and deviation."""
+    if "llava" in folder.name:
+        mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+    else:
+        mean, std = [0.5] * 3, [0.5] * 3
+    return ((pixels / 255 - torch.tensor(mean)) / torch.tensor(std)).permute(0, 3, 1, 2)
+
+
+def test_bad_prompts_fail_alone(models: Models) -> None:
+    llm = load(models("llava")[0], limit_mm_per_prompt={"image": 2})
+    image = picture(20, 20)
+    wrong: list[tuple[Any, str]] = [
+        ({"prompt": "<image> x"}, "1 places for images .*but 0 images"),
+        ({"prompt": "x", "multi_modal_data": {"image": image}}, "0 places for images .*but 1 images"),
+        ({"prompt": "<image>" * 3, "multi_modal_data": {"image": [image] * 3}}, "may have at most 2"),
+        ({"prompt": "<image>", "multi_modal_data": {"video": image}}, "'image' alone"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": "cat.png"}}, "image"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": image.astype(np.float64)}}, "uint8"),
+    ]
+    for prompt, message in wrong:
+        with pytest.raises(InvalidRequestError, match=message):
+            llm.generate(prompt, SamplingParams(max_tokens=2), use_tqdm=False)
+    good = {"prompt": "<image> x", "multi_modal_data": {"image": image}}
+    assert llm.generate(good, SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+
+
+def test_a_text_model_refuses_images(tiny_model: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="text alone"):
+        load(tiny_model).generate({"prompt": "x", "multi_modal_data": {"image": picture(8, 8)}}, use_tqdm=False)
+
+
+def test_images_need_more_memory_than_there_is(models: Models) -> None:
+    llm = load(models("llava")[0], image_cache_bytes=1 << 20, max_model_len=512)
+    # One has 16 features of 48 numbers: 3 kB; no prompt of 512 tokens has too many of them.
+    assert llm.generate(
+        {"prompt": "<image>" * 20, "multi_modal_data": {"image": [picture(20, 20, i) for i in range(20)]}},
+        SamplingParams(max_tokens=2), use_tqdm=False,
+    )[0].finished  # fmt: skip

@@ -1,0 +1,123 @@
+"""Small models of random weights that see images, as transformers saves them, with tokenizers of bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: Special tokens before the bytes, for all families.
+SPECIAL = [
+    "<bos>",
+    "<eos>",
+    "<image>",
+    "<start_of_image>",
+    "<end_of_image>",
+    "<image_soft_token>",
+]
+_TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
+    """An image of soft colours, uint8 [height, width, 3]: pixels beside each other differ little."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[0:height, 0:width].astype(np.float32)
+    waves = [np.sin(x * a + y * b + c) for a, b, c in rng.uniform(0.02, 0.4, (3, 3))]
+    return (127 + 120 * np.stack(waves, axis=-1)).astype(np.uint8)
+
+
+def save_tokenizer(folder: Path, image: str = "<image>") -> int:
+    """A tokenizer of bytes; how many tokens it has. The chat template writes ``image`` for an image."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        additional_special_tokens=SPECIAL[2:],
+        chat_template=CHAT_TEMPLATE.replace("IMAGE", image),
+    ).save_pretrained(folder)
+    return len(vocab)
+
+
+def save_llava(folder: Path) -> Any:
+    """LLaVA whose images have 16 features, and its transformers model."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    vocab = save_tokenizer(folder)
+    vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 3}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**vision, image_size=32, patch_size=8),
+        text_config=LlamaConfig(**_TEXT, vocab_size=vocab),
+        image_token_id=SPECIAL.index("<image>"),
+        image_seq_length=16,
+    )
+    _write(
+        folder,
+        {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 32},
+            "crop_size": {"height": 32, "width": 32},
+            "do_resize": True,
+            "do_center_crop": True,
+        },
+    )
+    return _save(folder, LlavaForConditionalGeneration(config))
+
+
+def save_gemma3(folder: Path) -> Any:
+    """Gemma 3 whose images have 16 features, which see each other, and its transformers model."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
+
+    vocab = save_tokenizer(folder, "<start_of_image>")
+    vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 3}
+    text = _TEXT | {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}
+    text["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = Gemma3Config(
+        vision_config=SiglipVisionConfig(**vision, image_size=64, patch_size=8),
+        text_config=Gemma3TextConfig(**text, vocab_size=vocab),
+        image_token_id=SPECIAL.index("<image_soft_token>"),
+        boi_token_index=SPECIAL.index("<start_of_image>"),
+        eoi_token_index=SPECIAL.index("<end_of_image>"),
+        mm_tokens_per_image=16,
+    )
+    _write(folder, {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 64, "width": 64}})
+    return _save(folder, Gemma3ForConditionalGeneration(config))
+
+
+def _write(folder: Path, settings: dict[str, Any]) -> None:
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
+def _save(folder: Path, model: Any) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        is_norm = parameter.dim() == 1 and "norm" in name and not name.endswith("bias")
+        torch.nn.init.normal_(parameter, mean=1.0 if is_norm else 0.0, std=0.15)
+    model.eval().save_pretrained(folder)
+    return model

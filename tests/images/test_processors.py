@@ -1,0 +1,334 @@
+"""What families make of images is what transformers' processors on Pillow make of them, to the bit.
+
+Its processors on torchvision round differently after they resize, by a level of 255.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from octavo.images.normalise import read_normalisation
+from octavo.images.processors import AnyProcessor, read_image_processor
+from octavo.images.processors.qwen2_5_vl import Qwen2_5_VLProcessor
+from tests.images.image_cases import noise, scene
+from tests.images.processor_folders import CONFIGS, write_folder
+
+#: Height and width: small, square, long, odd, near the families' own sizes and multiples of them.
+SIZES = [
+    (1, 1),
+    (2, 3),
+    (17, 200),
+    (200, 17),
+    (14, 14),
+    (28, 57),
+    (224, 224),
+    (335, 337),
+    (336, 336),
+    (364, 364),
+    (365, 364),
+    (512, 1024),
+    (513, 1025),
+    (333, 500),
+    (480, 640),
+    (896, 896),
+    (777, 1333),
+    (1500, 1001),
+]
+#: Modules in transformers, and the classes in them.
+CLASSES = {
+    "llava": ("clip.image_processing_pil_clip", "CLIPImageProcessorPil"),
+    "idefics3": ("idefics3.image_processing_pil_idefics3", "Idefics3ImageProcessorPil"),
+    "smolvlm": ("smolvlm.image_processing_pil_smolvlm", "SmolVLMImageProcessorPil"),
+    "gemma3": ("gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil"),
+    "qwen2_5_vl": ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
+}
+
+
+def peer(folder: Path, module: str, name: str) -> Any:
+    cls = getattr(importlib.import_module(f"transformers.models.{module}"), name)
+    return cls(**json.loads((folder / "preprocessor_config.json").read_text()))
+
+
+def patches(pixels: np.ndarray) -> np.ndarray:
+    """Qwen's rows of a normalised image [height, width, 3]: patches of 14, 2 x 2 of them beside each other, twice."""
+    height, width, _ = pixels.shape
+    cut = pixels.reshape(height // 28, 2, 14, width // 28, 2, 14, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    twice = np.repeat(cut[:, :, :, :, :, None], 2, axis=5)
+    return twice.reshape(-1, 3 * 2 * 14 * 14)
+
+
+def check_against_peer(folder: Path, config: dict[str, Any], image: np.ndarray, reference: Any, family: str) -> None:
+    processed = read_image_processor(folder, config).process(image)
+    rows = read_normalisation(folder, config).rows(processed.image.array())
+    expected = reference(image, return_tensors="np", input_data_format="channels_last", **ROWS.get(family, {}))
+    values = expected["pixel_values"]
+    if family == "qwen2_5_vl":
+        assert np.array_equal(patches(rows[0]), values)
+        grid = expected["image_grid_thw"][0]
+        assert processed.grid == (1, grid[1] // 2, grid[2] // 2)
+    else:
+        values = values.reshape(-1, *values.shape[-3:])
+        assert np.array_equal(rows, values.transpose(0, 2, 3, 1))
+        assert processed.grid is None
+    assert rows.dtype == values.dtype == np.float32
+    assert processed.expansion == expected_expansion(family, expected)
+    assert processed.num_features == processed.expansion.count(FEATURES[family])
+    assert processed.num_features <= read_image_processor(folder, config).max_features
+
+
+#: What their processors do not tell by default.
+ROWS = {"idefics3": {"return_row_col_info": True}, "smolvlm": {"return_row_col_info": True}}
+FEATURES = {
+    "llava": "<image>",
+    "idefics3": "<image>",
+    "smolvlm": "<image>",
+    "gemma3": "<image_soft_token>",
+    "qwen2_5_vl": "<|image_pad|>",
+}
+
+
+def expected_expansion(family: str, inputs: Any) -> str:
+    """What transformers' processor of the family puts in the place of an image; it needs only a few of its members."""
+    if family == "smolvlm":
+        from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+        rows, columns = inputs["rows"][0][0], inputs["cols"][0][0]
+        return get_image_prompt_string(rows, columns, 64, "<fake_token_around_image>", "<image>", "<global-img>")
+    families: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "llava": (
+            "llava.processing_llava",
+            "LlavaProcessor",
+            {
+                "image_token": "<image>",
+                "patch_size": 14,
+                "num_additional_image_tokens": 1,
+                "vision_feature_select_strategy": "default",
+            },
+        ),
+        "idefics3": (
+            "idefics3.processing_idefics3",
+            "Idefics3Processor",
+            {
+                "image_token": "<image>",
+                "fake_image_token": "<fake_token_around_image>",
+                "global_image_tag": "<global-img>",
+                "image_seq_len": 169,
+            },
+        ),
+        "gemma3": (
+            "gemma3.processing_gemma3",
+            "Gemma3Processor",
+            {
+                "full_image_sequence": "\n\n<start_of_image>" + "<image_soft_token>" * 256 + "<end_of_image>\n\n",
+            },
+        ),
+        "qwen2_5_vl": (
+            "qwen2_5_vl.processing_qwen2_5_vl",
+            "Qwen2_5_VLProcessor",
+            {"image_token": "<|image_pad|>", "image_processor": SimpleNamespace(merge_size=2)},
+        ),
+    }
+    module, name, members = families[family]
+    cls = getattr(importlib.import_module(f"transformers.models.{module}"), name)
+    return cls.replace_image_token(SimpleNamespace(**members), inputs, 0)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_pixels_and_expansions_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    folder, config = write_folder(tmp_path, family)
+    reference = peer(folder, *CLASSES[family])
+    # Of the families that make many pieces of any image, a few: the next test has the others.
+    for height, width in SIZES[::5] if family in ("idefics3", "smolvlm") else SIZES:
+        check_against_peer(folder, config, scene(height, width), reference, family)
+    check_against_peer(folder, config, noise(101, 467), reference, family)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_random_sizes_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """With small networks, so that many are quick."""
+    small: dict[str, dict[str, Any]] = {
+        "llava": {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 42}},
+        "idefics3": {"size": {"longest_edge": 113}, "max_image_size": {"longest_edge": 28}},
+        "smolvlm": {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}},
+        "gemma3": {"size": {"height": 56, "width": 56}},
+        "qwen2_5_vl": {"min_pixels": 3136, "max_pixels": 20000},
+    }
+    folder, config = write_folder(tmp_path, family, **small[family])
+    reference = peer(folder, *CLASSES[family])
+    processor, normalisation = read_image_processor(folder, config), read_normalisation(folder, config)
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(st.integers(1, 300), st.integers(1, 300))
+    def check(height: int, width: int) -> None:
+        if max(height, width) > 200 * min(height, width):
+            return
+        image = scene(height, width)
+        processed = processor.process(image)
+        rows = normalisation.rows(processed.image.array())
+        values = reference(image, return_tensors="np", input_data_format="channels_last")["pixel_values"]
+        if family == "qwen2_5_vl":
+            assert np.array_equal(patches(rows[0]), values)
+        else:
+            values = values.reshape(-1, *values.shape[-3:])
+            assert np.array_equal(rows, values.transpose(0, 2, 3, 1))
+        assert processed.num_features <= processor.max_features
+
+    check()
+
+
+def test_llava_pads_where_its_processor_says_so(tmp_path: Path) -> None:
+    folder, config = write_folder(
+        tmp_path, "llava", image_processor_type="LlavaImageProcessor", do_pad=True, size={"shortest_edge": 336}
+    )
+    reference = peer(folder, "llava.image_processing_pil_llava", "LlavaImageProcessorPil")
+    for height, width in [(20, 300), (300, 21), (64, 64), (335, 500)]:
+        check_against_peer(folder, config, scene(height, width), reference, "llava")
+
+
+def test_llava_resizes_to_a_square_where_it_says_so(tmp_path: Path) -> None:
+    folder, config = write_folder(tmp_path, "llava", size={"height": 336, "width": 336}, do_center_crop=False)
+    check_against_peer(folder, config, scene(50, 90), peer(folder, *CLASSES["llava"]), "llava")
+
+
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
+def test_images_are_not_split_where_the_processor_says_so(family: str, tmp_path: Path) -> None:
+    folder, config = write_folder(tmp_path, family, do_image_splitting=False)
+    reference = peer(folder, *CLASSES[family])
+    for height, width in [(30, 900), (512, 512)]:
+        check_against_peer(folder, config, scene(height, width), reference, family)
+    processor = read_image_processor(folder, config)
+    assert processor.process(scene(900, 900)).num_features == processor.max_features
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_missing_setting_is_the_one_of_the_family(family: str, tmp_path: Path) -> None:
+    folder, config = write_folder(tmp_path, family)
+    (folder / "preprocessor_config.json").write_text("{}")
+    if family in ("smolvlm",):
+        config = {**config, "vision_config": {"patch_size": 13}, "scale_factor": 4}
+    reference = peer(folder, *CLASSES[family])
+    processed = read_image_processor(folder, config).process(scene(120, 333))
+    rows = read_normalisation(folder, config).rows(processed.image.array())
+    values = reference(scene(120, 333), return_tensors="np", input_data_format="channels_last")["pixel_values"]
+    if family == "qwen2_5_vl":
+        assert np.array_equal(patches(rows[0]), values)
+    else:
+        assert np.array_equal(rows, values.reshape(-1, *values.shape[-3:]).transpose(0, 2, 3, 1))
+
+
+def test_settings_of_transformers_5_stand_in_one_file(tmp_path: Path) -> None:
+    folder, config = write_folder(tmp_path, "gemma3")
+    (folder / "processor_config.json").write_text(
+        json.dumps({"image_processor": {"size": {"height": 56, "width": 70}}, "image_seq_length": 256})
+    )
+    assert read_image_processor(folder, config).process(scene(30, 30)).image.height == 56
+    (folder / "preprocessor_config.json").unlink()
+    assert read_image_processor(folder, config).process(scene(30, 30)).image.width == 70
+
+
+def test_texts_of_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    folder, config = write_folder(tmp_path, "gemma3")
+    tokens = [{"id": 255999, "content": "<boi>"}, {"id": 256000, "content": "<eoi>"}, {"id": 262144, "content": "<s>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    processed = read_image_processor(folder, config).process(scene(30, 30))
+    assert processed.expansion == "\n\n<boi>" + "<s>" * 256 + "<eoi>\n\n"
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_images_that_are_too_long_are_refused(family: str, tmp_path: Path) -> None:
+    processor = read_image_processor(*write_folder(tmp_path, family))
+    processor.process(scene(1, 200))
+    with pytest.raises(InvalidRequestError, match=r"201 x 1 pixels is too long: one side may be at most 200 times"):
+        processor.process(scene(1, 201))
+
+
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm", "gemma3"])
+def test_other_families_take_images_of_any_shape(family: str, tmp_path: Path) -> None:
+    processor = read_image_processor(*write_folder(tmp_path, family))
+    assert processor.process(scene(1, 4000)).num_features <= processor.max_features
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 2000), st.floats(1 / 200, 200), st.integers(784, 40000), st.integers(1, 60))
+def test_no_image_of_qwen_has_more_features_than_it_says(height: int, ratio: float, least: int, more: int) -> None:
+    processor = Qwen2_5_VLProcessor("x", 28, least, least * more, 3)
+    width = max(1, round(height * ratio))
+    if max(height, width) <= 200 * min(height, width):
+        resized = processor._resized(height, width)
+        assert resized[0] * resized[1] // 784 <= processor.max_features
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_processors_travel_as_data(family: str, tmp_path: Path) -> None:
+    processor = read_image_processor(*write_folder(tmp_path, family))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(processor), type=AnyProcessor) == processor
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("gemma3", {"do_pan_and_scan": True}, r"do_pan_and_scan .* is not supported; set it to false"),
+        ("gemma3", {"size": {"shortest_edge": 100}}, "size must have a height and a width"),
+        ("gemma3", {"resample": 9}, "resample must be a filter from 0 to 5, not 9"),
+        ("gemma3", {"resample": "bilinear"}, "resample must be a filter from 0 to 5, not 'bilinear'"),
+        ("llava", {"do_resize": False}, "do_resize is false"),
+        ("llava", {"do_center_crop": False}, "do_center_crop is false"),
+        ("llava", {"size": {"longest_edge": 20}}, "size must have shortest_edge, or height and width"),
+        ("llava", {"size": "large"}, "size must be an object of sizes in pixels, not 'large'"),
+        ("llava", {"crop_size": {"height": 0, "width": 3}}, "height must be an integer from 1"),
+        ("idefics3", {"max_image_size": {"longest_edge": 365}}, "max_image_size is 365, which 28 does not divide"),
+        ("idefics3", {"size": {"height": 3, "width": 4}}, "size must have longest_edge"),
+        ("idefics3", {"do_image_splitting": "yes"}, "do_image_splitting must be true or false, not 'yes'"),
+        ("qwen2_5_vl", {"patch_size": 16}, "patch_size is 16, but the network's"),
+        ("qwen2_5_vl", {"min_pixels": 1000, "max_pixels": 900}, "1000 to 900 pixels are no bounds"),
+        ("qwen2_5_vl", {"min_pixels": -1}, "min_pixels must be an integer from 1"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(
+    family: str, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_image_processor(*write_folder(tmp_path, family, **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"image_mean": [0.5, 0.5]}, "image_mean must be three numbers"),
+        ({"image_std": [0.5, 0.0, 0.5]}, "image_std must be three numbers"),
+        ({"rescale_factor": 0}, "rescale_factor must be a number above 0"),
+    ],
+)
+def test_impossible_normalisations_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_normalisation(*write_folder(tmp_path, "gemma3", **settings))
+
+
+def test_normalisation_may_be_left_out(tmp_path: Path) -> None:
+    folder, config = write_folder(tmp_path, "gemma3", do_normalize=False, do_rescale=False)
+    levels = np.arange(256, dtype=np.uint8)[:, None].repeat(3, axis=1)
+    assert np.array_equal(read_normalisation(folder, config).rows(levels), levels)
+
+
+def test_folders_without_the_files_say_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"neither preprocessor_config\.json nor a processor_config\.json"):
+        read_image_processor(tmp_path, CONFIGS["llava"])
+    (tmp_path / "preprocessor_config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="must hold a JSON object, not list"):
+        read_image_processor(tmp_path, CONFIGS["llava"])
+    (tmp_path / "preprocessor_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_image_processor(tmp_path, CONFIGS["llava"])
+    with pytest.raises(UnsupportedModelError, match="not for model_type 'llama'"):
+        read_image_processor(tmp_path, {"model_type": "llama"})
