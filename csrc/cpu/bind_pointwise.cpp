@@ -2,10 +2,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "bind.hpp"
 #include "pointwise.hpp"
@@ -117,9 +119,23 @@ OpPtr soft_cap(uintptr_t x, int64_t x_stride, int64_t width, double cap) {
                 4 * width);
 }
 
+void set_sections(Rotary& rotary, const std::vector<int64_t>& sections) {
+  int64_t end = 0;
+  for (const int64_t pairs : sections) {
+    if (rotary.axes == Rotary::kMaxAxes || pairs < 0)
+      throw std::invalid_argument("there can be up to " + std::to_string(Rotary::kMaxAxes) +
+                                  " rotary sections, of no negative size");
+    rotary.section_ends[rotary.axes++] = end += pairs;
+  }
+  if (!sections.empty() && (2 * end != rotary.rotary_dim || rotary.rotary_dim > Rotary::kMaxSectionedDim))
+    throw std::invalid_argument("rotary sections must have together half of rotary_dim (" +
+                                std::to_string(rotary.rotary_dim) + "), which can be up to " +
+                                std::to_string(Rotary::kMaxSectionedDim) + ", not " + std::to_string(end));
+}
+
 OpPtr rotary(uintptr_t q, int64_t q_stride, uintptr_t k, int64_t k_stride, int64_t heads, int64_t kv_heads,
              int64_t head_dim, int64_t rotary_dim, uintptr_t cos_sin, Dtype dtype, int64_t q_head_stride, uintptr_t out,
-             int64_t out_stride, int64_t out_head_stride) {
+             int64_t out_stride, int64_t out_head_stride, const std::vector<int64_t>& sections) {
   require_float(dtype);
   if (q_head_stride == 0) q_head_stride = head_dim;
   if (out == 0) {
@@ -130,9 +146,10 @@ OpPtr rotary(uintptr_t q, int64_t q_stride, uintptr_t k, int64_t k_stride, int64
   if (rotary_dim % 2 != 0 || rotary_dim < 0 || rotary_dim > head_dim)
     throw std::invalid_argument("rotary_dim must be even, from 0 to head_dim (" + std::to_string(head_dim) + "), not " +
                                 std::to_string(rotary_dim));
-  const Rotary arguments{pointer<void>(q), q_stride, q_head_stride, pointer<void>(out), out_stride, out_head_stride,
-                         pointer<void>(k), k_stride, head_dim, heads, kv_heads, rotary_dim,
-                         pointer<float>(cos_sin), dtype};
+  Rotary arguments{pointer<void>(q), q_stride, q_head_stride, pointer<void>(out), out_stride, out_head_stride,
+                   pointer<void>(k), k_stride, head_dim, heads, kv_heads, rotary_dim,
+                   pointer<float>(cos_sin), dtype};
+  set_sections(arguments, sections);
   return row_op(&PointwiseTable::rotary, arguments, 2 * (heads + kv_heads) * rotary_dim);
 }
 
@@ -176,7 +193,8 @@ void bind_pointwise(nb::module_& m) {
   m.def("activate", &activate, "x"_a, "x_stride"_a, "out"_a, "width"_a, "dtype"_a, "activation"_a, "gated"_a = false);
   m.def("rotary", &rotary, "q"_a, "q_stride"_a, "k"_a, "k_stride"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
         "rotary_dim"_a, "cos_sin"_a, "dtype"_a, "q_head_stride"_a = 0, "out"_a = 0, "out_stride"_a = 0,
-        "out_head_stride"_a = 0, "Rotates q, in place or to out, and k in place.");
+        "out_head_stride"_a = 0, "sections"_a = std::vector<int64_t>{},
+        "Rotates q, in place or to out, and k in place.");
   m.def("argmax", &argmax, "logits"_a, "rows"_a, "vocab"_a, "out"_a);
   m.def("logsumexp", &logsumexp, "logits"_a, "rows"_a, "vocab"_a, "out"_a);
 }

@@ -47,7 +47,7 @@ NB_MODULE(_cpu, m) {
               uintptr_t slots, uintptr_t query_start, uintptr_t seq_lens, uintptr_t block_tables, int64_t stride,
               int64_t table_group_stride, int64_t slot_group_stride, int64_t sampled, uintptr_t sampled_rows, int64_t encoder,
               uintptr_t adapters, uintptr_t token_types, uintptr_t cross_lens, uintptr_t cross_tables,
-              int64_t cross_table_stride, uintptr_t sees_until) {
+              int64_t cross_table_stride, uintptr_t sees_until, uintptr_t rotary_positions, int64_t rotary_stride) {
              new (s) Step{tokens,
                           sampled,
                           encoder,
@@ -69,7 +69,9 @@ NB_MODULE(_cpu, m) {
                           pointer<int32_t>(cross_lens),
                           pointer<int32_t>(cross_tables),
                           cross_table_stride,
-                          pointer<int32_t>(sees_until)};
+                          pointer<int32_t>(sees_until),
+                          pointer<int64_t>(rotary_positions),
+                          rotary_stride};
            },
            nb::arg("tokens"), nb::arg("sequences") = 0, nb::arg("decodes") = 0, nb::arg("token_ids") = 0,
            nb::arg("positions") = 0, nb::arg("slots") = 0, nb::arg("query_start") = 0, nb::arg("seq_lens") = 0,
@@ -77,7 +79,8 @@ NB_MODULE(_cpu, m) {
            nb::arg("block_table_group_stride") = 0, nb::arg("slot_group_stride") = 0, nb::arg("sampled") = 0,
            nb::arg("sampled_rows") = 0, nb::arg("encoder") = 0, nb::arg("adapters") = 0,
            nb::arg("token_types") = 0, nb::arg("cross_lens") = 0, nb::arg("cross_tables") = 0,
-           nb::arg("cross_table_stride") = 0, nb::arg("sees_until") = 0);
+           nb::arg("cross_table_stride") = 0, nb::arg("sees_until") = 0, nb::arg("rotary_positions") = 0,
+           nb::arg("rotary_stride") = 0);
   nb::class_<Op>(m, "Op").def("run", [](Op& op, const Step& step) {
     nb::gil_scoped_release release;
     const auto mode = DenormalMode::flushed();

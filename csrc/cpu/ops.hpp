@@ -41,6 +41,8 @@ struct Step {
   const int32_t* cross_tables = nullptr;  // [S, cross_table_stride]
   int64_t cross_table_stride = 0;
   const int32_t* sees_until = nullptr;    // [T]: the last position that a token sees beyond its own; null: none does
+  const int64_t* rotary_positions = nullptr;  // [axes, rotary_stride], of networks whose heads have rotary sections
+  int64_t rotary_stride = 0;
 
   const int64_t* ids(Ids which) const {
     return which == Ids::token_ids ? token_ids : which == Ids::positions ? positions : token_types;

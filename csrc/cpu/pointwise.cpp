@@ -1,6 +1,7 @@
 // Embedding, activations, rotary positions and reductions of logits.
 #include "pointwise.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <type_traits>
@@ -81,12 +82,33 @@ void rotate_heads(const T* x, int64_t x_step, T* out, int64_t out_step, int64_t 
   }
 }
 
+// The angles of a token whose sections turn by positions of their own: a row of the table where these are equal, as
+// those of text are, else composed in the buffer.
+const float* sectioned_angles(const Rotary& a, const Step& step, int64_t token, float* buffer) {
+  const int64_t* at = step.rotary_positions + token;
+  bool equal = true;
+  for (int64_t axis = 1; axis < a.axes; ++axis) equal = equal && at[axis * step.rotary_stride] == at[0];
+  if (equal) return a.cos_sin + at[0] * a.rotary_dim;
+  const int64_t half = a.rotary_dim / 2;
+  int64_t begin = 0;
+  for (int64_t axis = 0; axis < a.axes; ++axis) {
+    const float* row = a.cos_sin + at[axis * step.rotary_stride] * a.rotary_dim;
+    const int64_t end = a.section_ends[axis];
+    std::copy(row + begin, row + end, buffer + begin);
+    std::copy(row + half + begin, row + half + end, buffer + half + begin);
+    begin = end;
+  }
+  return buffer;
+}
+
 void rotary(const Rotary& a, const Step& step, int64_t begin, int64_t end) {
   const int64_t half = a.rotary_dim / 2;
+  float composed[Rotary::kMaxSectionedDim];
   with_type(a.dtype, [&](auto type) {
     using T = std::remove_pointer_t<decltype(type)>;
     for (int64_t row = begin; row < end; ++row) {
-      const float* cos_sin = a.cos_sin + step.positions[row] * a.rotary_dim;
+      const float* cos_sin = a.axes == 0 ? a.cos_sin + step.positions[row] * a.rotary_dim
+                                         : sectioned_angles(a, step, row, composed);
       rotate_heads(static_cast<const T*>(a.q) + row * a.q_stride, a.q_head_stride,
                    static_cast<T*>(a.out) + row * a.out_stride, a.out_head_stride, a.heads, cos_sin, half);
       T* k = static_cast<T*>(a.k) + row * a.k_stride;

@@ -61,8 +61,10 @@ struct Activate {
 
 // Rotates the first rotary_dim dimensions of heads of q [T, heads, ..] to out, which may be q, and of k [T, kv_heads, ..]
 // in place: dimension i is paired with i + rotary_dim / 2. cos_sin [max position, rotary_dim]: cosines, then sines, of
-// half as many angles.
+// half as many angles. With axes, the pairs before section_ends[0] turn by a token's first rotary position, those from
+// there to section_ends[1] by its second, and so on; the last end is rotary_dim / 2.
 struct Rotary {
+  static constexpr int64_t kMaxAxes = 4, kMaxSectionedDim = 1024;
   const void* q;
   int64_t q_stride, q_head_stride;
   void* out;
@@ -72,6 +74,8 @@ struct Rotary {
   int64_t heads, kv_heads, rotary_dim;
   const float* cos_sin;
   Dtype dtype;
+  int64_t axes = 0;
+  int64_t section_ends[kMaxAxes] = {};
 };
 
 struct PointwiseTable {

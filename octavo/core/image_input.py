@@ -22,9 +22,6 @@ class ImageFacts:
     token_id: int
     #: Whether the tokens of an image see each other in both directions, so that one step computes all of them.
     is_whole: bool = False
-    #: Pairs of a head that are rotated by time, height and width (M-RoPE: Wang et al. 2024, section 2.1); empty: all by
-    #: the token's position.
-    rotary_sections: tuple[int, ...] = ()
 
 
 class PromptImage(msgspec.Struct, frozen=True, array_like=True):

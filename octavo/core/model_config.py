@@ -24,6 +24,9 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
     #: The scaling's own parameters, under the names config.json gives them, and its max_position_embeddings.
     scaling: dict[str, Any] = field(default_factory=dict)
+    #: Pairs of a head that are rotated by time, height and width (M-RoPE: Wang et al. 2024, section 2.1); empty: all by
+    #: the token's position.
+    sections: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

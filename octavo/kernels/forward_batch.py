@@ -33,6 +33,8 @@ class BatchSize:
     groups: int = 1
     #: C: blocks of the longest context of another kind than the sequences' own; 0: there is none.
     cross_blocks: int = 0
+    #: R: rotary positions of a token; 0: heads are rotated by its position.
+    rotary_axes: int = 0
 
     def shape(self, dims: str) -> tuple[int, ...]:
         """The shape of an array: ``dims`` has a letter for each dimension, see ``ArraySpec``."""
@@ -45,6 +47,7 @@ class BatchSize:
             "B": -(-self.max_seq_len // self.block_size),
             "X": self.sequences if self.cross_blocks else 0,
             "C": self.cross_blocks,
+            "R": self.rotary_axes,
         }
         return tuple(sizes[dim] for dim in dims)
 
@@ -53,7 +56,7 @@ class ArraySpec(NamedTuple):
     """Description of an array of the batch."""
 
     #: A letter for each dimension: T tokens, S sequences, s sequences + 1, N sampled rows, G KV groups, B blocks; of
-    #: networks with cross attention X sequences and C blocks, both 0 for others.
+    #: networks with cross attention X sequences and C blocks, both 0 for others; R rotary positions, 0 for most.
     dims: str
     dtype: type[np.integer[Any]]
     #: Value in padding rows, for which the cache is neither read nor written; None: the index.
@@ -87,6 +90,9 @@ class ForwardBatch:
     slot_mapping: Annotated[Array, ArraySpec("GT", np.int64, padding=-1, advance=1)]
     #: int64 [N]: rows of the tokens that logits are computed for, in any order, possibly repeated.
     sampled_rows: Annotated[Array, ArraySpec("N", np.int64, padding=None)]
+    #: int64 [R, T]: where the sections of a head are rotated by positions of their own, such as time, height and width
+    #: of an image (M-RoPE), those of each token; empty for other networks.
+    rotary_positions: Annotated[Array, ArraySpec("RT", np.int64, advance=1)]
     #: int32 [S + 1]
     query_start_loc: Annotated[Array, ArraySpec("s", np.int32, padding=None)]
     #: int32 [S]: context lengths, with the tokens of this step.
@@ -190,6 +196,7 @@ def make_batch(
     cross_lens: Sequence[int] = (),
     cross_tables: np.ndarray | None = None,
     sees_until: np.ndarray | None = None,
+    rotary_positions: np.ndarray | None = None,
 ) -> ForwardBatch:
     """A batch of sequences that compute ``query_lens`` of ``seq_lens`` tokens; the last token of each is sampled.
 
@@ -208,6 +215,7 @@ def make_batch(
         cross_lens: tokens of the context of each sequence's cross attention, if the network has any.
         cross_tables: [S, C]: the blocks of these contexts.
         sees_until: [T]; -1 by default.
+        rotary_positions: [R, T], if the network has any.
     """
     tables = np.asarray(block_tables, np.int32)
     tables = tables if tables.ndim == 3 else tables[None]
@@ -231,6 +239,9 @@ def make_batch(
         "cross_lens": np.array(cross_lens, np.int32),
         "cross_tables": np.zeros((0, 0), np.int32) if cross_tables is None else np.asarray(cross_tables, np.int32),
         "sees_until": np.full(len(positions), -1, np.int32) if sees_until is None else np.asarray(sees_until, np.int32),
+        "rotary_positions": np.zeros((0, 0), np.int64)
+        if rotary_positions is None
+        else np.asarray(rotary_positions, np.int64),
     }
     return ForwardBatch.of(
         [kernels.wrap(np.ascontiguousarray(arrays[array.name])) for array in ARRAYS],

@@ -269,12 +269,17 @@ class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
     def soft_cap(self, x: Array, cap: float) -> Array:
         """cap * tanh(x / cap) of logits x, float32 [n, vocab]; its memory may be reused."""
 
-    def rotary(self, q: Array, k: Array, positions: Array, cos_sin: Array) -> tuple[Array, Array]:
+    def rotary(
+        self, q: Array, k: Array, positions: Array, cos_sin: Array, sections: Sequence[int] = ()
+    ) -> tuple[Array, Array]:
         """Rotates q [T, H, D] and k [T, K, D]; they may be strided views and may be changed in place.
 
         cos_sin: float32 [max_position, R], R <= D rotated dimensions: R/2 cosines, then R/2 sines; dimension i is
         paired with i + R/2 (the "half" layout of Hugging Face checkpoints). Backends that override
         ``rotary_and_cache`` need not have it.
+
+        positions: int64 [T]. With ``sections``, which have together R/2 pairs, [sections, T]: the pairs of a section
+        are rotated by positions of their own.
         """
         raise NotImplementedError(f"{type(self).__name__} rotates in rotary_and_cache only")
 
@@ -286,10 +291,20 @@ class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
         """
 
     def rotary_and_cache(
-        self, q: Array, k: Array, v: Array, batch: ForwardBatch, cos_sin: Array, cache: LayerCache
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        batch: ForwardBatch,
+        cos_sin: Array,
+        cache: LayerCache,
+        sections: Sequence[int] = (),
     ) -> Array:
-        """``rotary`` of q and k at the batch's positions, ``reshape_and_cache`` of k and v; returns q rotated."""
-        q, k = self.rotary(q, k, batch.positions, cos_sin)
+        """``rotary`` of q and k, ``reshape_and_cache`` of k and v; returns q rotated.
+
+        By the batch's positions, or with ``sections`` by its rotary positions.
+        """
+        q, k = self.rotary(q, k, batch.rotary_positions if sections else batch.positions, cos_sin, sections)
         self.reshape_and_cache(k, v, cache, batch.slot_mapping[cache.group])
         return q
 

@@ -185,9 +185,11 @@ class ReferenceKernels(TorchKernels):
         """In place."""
         return x.div_(cap).tanh_().mul_(cap)
 
-    def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotary(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, sections: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
         """Rotates in float32 and rounds once; the results are new, and views of one tensor."""
-        cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        cos, sin = _angles(positions, cos_sin, sections).unsqueeze(1).chunk(2, dim=-1)
         heads, half = (q.shape[1], k.shape[1]), cos.shape[-1]
         x = torch.cat((q, k), dim=1)
         first, second = x[..., :half].float(), x[..., half : 2 * half].float()
@@ -256,6 +258,14 @@ def masked_embedding(ids: Tensor, table: Tensor, first: int) -> Tensor:
     ids = ids - first
     outside = (ids < 0) | (ids >= table.shape[0])
     return F.embedding(ids.masked_fill(outside, 0), table).float().masked_fill_(outside.unsqueeze(1), 0.0)
+
+
+def _angles(positions: Tensor, cos_sin: Tensor, sections: Sequence[int]) -> Tensor:
+    """The rows of the table for positions [T], or composed of a section from each row for positions [sections, T]."""
+    if not sections:
+        return cos_sin.index_select(0, positions)
+    halves = cos_sin[positions].unflatten(-1, (2, -1)).split([*sections], dim=-1)  # of all positions
+    return torch.cat([part[axis] for axis, part in enumerate(halves)], dim=-1).flatten(1)
 
 
 def _decode(

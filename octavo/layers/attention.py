@@ -14,7 +14,7 @@ from octavo.layers.context import LayerContext
 from octavo.layers.layer import Layer
 from octavo.layers.linear import QKVParallelLinear, RowParallelLinear
 from octavo.layers.norm import RMSNorm
-from octavo.layers.rope import RotaryTable
+from octavo.layers.rope import RotaryRows
 
 
 class Attention(Layer):
@@ -25,7 +25,7 @@ class Attention(Layer):
         config: ModelConfig,
         context: LayerContext,
         spec: AttentionSpec,
-        rotary: RotaryTable | None = None,
+        rotary: RotaryRows | None = None,
         norm: type[RMSNorm] = RMSNorm,
     ) -> None:
         """Tensors are named q_proj, k_proj, v_proj, o_proj, and q_norm and k_norm if the configuration has ``qk_norm``.
@@ -34,7 +34,7 @@ class Attention(Layer):
             config: sizes, biases, and whether heads of q and k are normalised before the rotation.
             context: as for all layers.
             spec: scale, window and soft cap; the ALiBi slopes are those of all heads of the network.
-            rotary: the table of positions; None: queries and keys are not rotated.
+            rotary: the table of angles; None: queries and keys are not rotated.
             norm: of queries and keys.
         """
         super().__init__()
@@ -89,5 +89,5 @@ class Attention(Layer):
         if self.rotary is None:
             kernels.reshape_and_cache(k, v, cache, batch.slot_mapping[cache.group])
         else:
-            q = kernels.rotary_and_cache(q, k, v, batch, self.rotary.array, cache)
+            q = kernels.rotary_and_cache(q, k, v, batch, self.rotary.array, cache, self.rotary.sections)
         return kernels.paged_attention(q, cache, batch, self.spec).reshape(tokens, -1)

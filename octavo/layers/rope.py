@@ -29,7 +29,17 @@ from octavo.kernels.arrays import Array, ArrayMaker
 _PIECE = 1 << 16
 
 
-class RotaryTable:
+class RotaryRows:
+    """Cosines and sines of angles on a backend, as ``Kernels.rotary`` takes them."""
+
+    #: float32 [rows, R]: R / 2 cosines, then R / 2 sines.
+    array: Array
+    #: How many of the R / 2 pairs of a head take their angles from the row of each of a token's rotary positions; if
+    #: empty, all take them from the row of its position.
+    sections: tuple[int, ...] = ()
+
+
+class RotaryTable(RotaryRows):
     """The table of one configuration on a backend; layers hold it, and it may grow between steps."""
 
     def __init__(self, config: ModelConfig, kernels: ArrayMaker, positions: int | None = None) -> None:
@@ -42,7 +52,7 @@ class RotaryTable:
         self._config, self._kernels = config, kernels
         frequencies, self._factor = _frequencies(config)
         self._frequencies = frequencies
-        self.array: Array
+        self.sections = config.rope.sections
         self._length = -1
         self.extend(config.max_position if positions is None else positions)
 

@@ -16,6 +16,7 @@ from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, Forwa
 from octavo.runner.contexts import NO_CONTEXTS, Contexts
 from octavo.runner.encoder_input_preparer import EncoderInputPreparer
 from octavo.runner.loaded_model import LoadedModel
+from octavo.runner.rotary_positions import NO_ROTARY_POSITIONS
 from octavo.runner.step_inputs import FlatInputs
 
 
@@ -95,6 +96,7 @@ class ContextEncoder:
                 "adapters": np.full(count, -1, np.int32),
                 "sees_until": np.full(count, -1, np.int32),
                 **NO_CONTEXTS,
+                "rotary_positions": NO_ROTARY_POSITIONS,
             },
             num_decodes=int((lens == 1).sum()),
             max_seq_len=int(lens.max()),

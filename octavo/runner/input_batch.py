@@ -12,6 +12,7 @@ from octavo.core.plan import NewSequence, StepPlan, TableChange
 from octavo.core.request import Beam, Pool
 from octavo.kernels.forward_batch import ARRAYS
 from octavo.runner.contexts import NO_CONTEXTS, Contexts
+from octavo.runner.rotary_positions import NO_ROTARY_POSITIONS, RotaryPositions
 from octavo.runner.step_inputs import DraftedTokens, FlatInputs, ForkedRows, NewTokens, StepInputs
 from octavo.sampling.sampler import TokenTable
 
@@ -39,17 +40,19 @@ class InputBatch:
         *,
         samples: bool = True,
         contexts: Contexts | None = None,
+        rotary: RotaryPositions | None = None,
     ) -> None:
         """Sizes the rows: ``max_model_len`` tokens each, with a block table for each KV group of ``num_blocks``.
 
         Without any group the sequences of a step lie behind each other in the workspace of an encoder.
 
-        ``contexts``: of a network with cross attention, where each sequence attends to one of them.
+        ``contexts``: of a network with cross attention, where each sequence attends to one of them. ``rotary``: of one
+        where images have positions of their own.
 
         Without ``samples``, in a pipeline stage that is not the last, tokens come by ``append_sampled``.
         """
         self._samples = samples
-        self.contexts = contexts
+        self.contexts, self._rotary = contexts, rotary
         self._has_blocks = len(num_blocks) > 0
         self.block_size = block_size
         # One place more than tokens: a step in flight may sample a token past the longest sequence, which is discarded.
@@ -101,6 +104,8 @@ class InputBatch:
         self._set_adapter(row, slot)
         if self.contexts is not None:
             self.contexts.attach(row, sequence.context)
+        if self._rotary is not None:
+            self._rotary.add(row, sequence.features)
         if not sequence.task.samples:
             self._prompts.add(sequence.seq_id)
         if isinstance(sequence.task, Pool) and sequence.task.second_text:
@@ -122,6 +127,8 @@ class InputBatch:
         self._set_adapter(row, int(self.adapters[source]))
         if self.contexts is not None:
             self.contexts.copy(source, row)
+        if self._rotary is not None:
+            self._rotary.copy(source, row)
         return row
 
     def _set_adapter(self, row: int, slot: int) -> None:
@@ -152,6 +159,8 @@ class InputBatch:
             self._num_pairs -= bool(self._second_text[row])
             self._second_text[row] = 0
             self._set_adapter(row, -1)
+            if self._rotary is not None:
+                self._rotary.forget(row)
             self._free.append(row)
             self._generation += 1
             self._row_generation[row] = self._generation
@@ -188,8 +197,10 @@ class InputBatch:
         inputs.repeats -= 1
         return inputs
 
-    def _repeats(self, positions: NDArray[np.int64]) -> int:
+    def _repeats(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
         """Further tokens of each sequence before one of them reaches its next block."""
+        if self._rotary is not None and not self._rotary.are_text(rows, positions):
+            return 0
         return self.block_size - 1 - max((positions % self.block_size).tolist())
 
     def _build(self, plan: StepPlan) -> StepInputs:
@@ -216,7 +227,7 @@ class InputBatch:
             all_sampled=flat.all_sampled,
             has_adapters=flat.has_adapters,
             seq_ids=seq_ids,
-            repeats=self._repeats(starts) if flat.all_sampled else 0,
+            repeats=self._repeats(rows, starts) if flat.all_sampled else 0,
             rows=rows,
             starts=starts,
             ends=ends,
@@ -270,6 +281,9 @@ class InputBatch:
                 "adapters": slots,
                 "sees_until": np.full(len(positions), -1, np.int32),
                 **(NO_CONTEXTS if self.contexts is None else self.contexts.arrays(rows)),
+                "rotary_positions": NO_ROTARY_POSITIONS
+                if self._rotary is None
+                else self._rotary.array(rows, starts, offsets, positions),
             },
             num_decodes=len(rows) if one_each else int((lengths == 1).sum()),
             max_seq_len=max_seq_len,

@@ -211,7 +211,14 @@ class LoadedModel:
         cross_blocks = -(-(self.config.longest_input(max_model_len) or 0) // options.block_size)
         # Every token may be sampled at, where drafts are verified.
         return BatchSize(
-            tokens, sequences, tokens, max_model_len, options.block_size, len(self.layers.groups), cross_blocks
+            tokens,
+            sequences,
+            tokens,
+            max_model_len,
+            options.block_size,
+            len(self.layers.groups),
+            cross_blocks,
+            len(self.config.rope.sections),
         )
 
     def largest_encoding(self, max_model_len: int) -> BatchSize:

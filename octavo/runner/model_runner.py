@@ -27,6 +27,7 @@ from octavo.runner.network_drafter import add_drafts
 from octavo.runner.pending import QueuedStep
 from octavo.runner.pooling import Pooling
 from octavo.runner.prompt_logprobs import PromptLogprobs
+from octavo.runner.rotary_positions import RotaryPositions
 from octavo.runner.sleep import WeightSleep
 from octavo.runner.step_inputs import StepInputs
 from octavo.runner.step_sampler import StepSampler
@@ -70,7 +71,13 @@ class ModelRunner:
         if (longest := loaded.config.longest_input(max_model_len)) is not None:
             contexts = Contexts(options.max_num_seqs, longest, options.block_size)
         self._batch = InputBatch(
-            options.max_num_seqs, max_model_len, options.block_size, num_blocks, samples=samples, contexts=contexts
+            options.max_num_seqs,
+            max_model_len,
+            options.block_size,
+            num_blocks,
+            samples=samples,
+            contexts=contexts,
+            rotary=RotaryPositions(options.max_num_seqs) if loaded.config.rope.sections else None,
         )
         self._encoder: ContextEncoder | None = None
         if contexts is not None:

@@ -15,8 +15,8 @@ from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Kernels, PartedForward
 from octavo.models.vision.tower import Tower, TowerInput
-from octavo.runner.contexts import NO_CONTEXTS
 from octavo.runner.device import Device
+from octavo.runner.rotary_positions import NO_ROTARY_POSITIONS
 from octavo.runner.step_inputs import FlatInputs
 
 #: Rows of the smallest recording; larger pieces have one of twice, four times as many, and so on.
@@ -105,7 +105,7 @@ class TowerRunner:
             "block_tables": tables,
             "adapters": np.full(count, -1, np.int32),
             "sees_until": np.full(count, -1, np.int32),
-            **NO_CONTEXTS,
+            "rotary_positions": NO_ROTARY_POSITIONS,
             "cross_lens": np.full(len(lens), count, np.int32),
             "cross_tables": np.broadcast_to(whole, (len(lens), len(whole))).copy(),
         }

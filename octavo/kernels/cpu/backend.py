@@ -292,7 +292,9 @@ class CpuKernels(Kernels):
         self.runner.run(cpu.soft_cap(x.address, x.strides[0], x.shape[1], cap), x)
         return x
 
-    def rotary(self, q: CpuArray, k: CpuArray, positions: CpuArray, cos_sin: CpuArray) -> tuple[CpuArray, CpuArray]:
+    def rotary(
+        self, q: CpuArray, k: CpuArray, positions: CpuArray, cos_sin: CpuArray, sections: Sequence[int] = ()
+    ) -> tuple[CpuArray, CpuArray]:
         """Rotates both in place."""
         op = cpu.rotary(
             *strided(q),
@@ -303,8 +305,12 @@ class CpuKernels(Kernels):
             cos_sin.shape[1],
             cos_sin.address,
             DTYPES[q.dtype],
+            sections=list(sections),
         )
-        self.runner.run(op, q, positions=positions.address)
+        if sections:
+            self.runner.run(op, q, rotary_positions=positions.address, rotary_stride=positions.strides[0])
+        else:
+            self.runner.run(op, q, positions=positions.address)
         return q, k
 
     def latent_rotary_and_cache(

@@ -53,7 +53,7 @@ class OpRunner:
             self.recording = None
 
     def run(self, op: Any, x: CpuArray, **arrays: int) -> None:
-        """Runs an operation over the rows of x, or records it; ``arrays`` are addresses of the step's arrays."""
+        """Runs an operation over the rows of x, or records it; ``arrays``: the step's, addresses and strides."""
         if self.recording is None:
             op.run(cpu.Step(x.shape[0], **arrays))
         else:

@@ -118,7 +118,7 @@ class PartedTape(PartedForward):
 
 def step_of(batch: ForwardBatch) -> Any:
     """The batch as a ``cpu.Step``, the argument of operations."""
-    tables, slots, cross = batch.block_tables, batch.slot_mapping, batch.cross_tables
+    tables, slots, cross, rotary = batch.block_tables, batch.slot_mapping, batch.cross_tables, batch.rotary_positions
     return cpu.Step(
         len(batch.token_ids),
         len(batch.seq_lens),
@@ -140,4 +140,6 @@ def step_of(batch: ForwardBatch) -> Any:
         cross_tables=cross.address,
         cross_table_stride=cross.strides[0],
         sees_until=batch.sees_until.address if batch.has_spans else 0,
+        rotary_positions=rotary.address,
+        rotary_stride=rotary.strides[0],
     )

@@ -110,10 +110,18 @@ class TritonKernels(TorchKernels):
         rotary_cache.reshape_and_cache(k, v, cache, slots)
 
     def rotary_and_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, cos_sin: Tensor, cache: LayerCache
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: ForwardBatch,
+        cos_sin: Tensor,
+        cache: LayerCache,
+        sections: Sequence[int] = (),
     ) -> Tensor:
         """One launch."""
-        return rotary_cache.rotary_and_cache(q, k, v, batch.positions, cos_sin, cache, batch.slot_mapping[cache.group])
+        positions, slots = batch.rotary_positions if sections else batch.positions, batch.slot_mapping[cache.group]
+        return rotary_cache.rotary_and_cache(q, k, v, positions, cos_sin, cache, slots, sections)
 
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
         """All layers in one launch."""

@@ -7,6 +7,8 @@ without fused multiply-add, so the bits are those of the plain formulas on every
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,15 @@ from octavo.kernels.triton.rounding import rounded
 _PROGRAM_ELEMENTS = 2048
 
 
+class Sections(NamedTuple):
+    """An argument of the kernel: how many sections there are, and the pair with which each but the first begins."""
+
+    number: int
+    second: int
+    third: int
+    fourth: int
+
+
 class Queries(NamedTuple):
     """An argument of the kernel: what is rotated, and how."""
 
@@ -32,10 +43,19 @@ class Queries(NamedTuple):
     token_stride: int
     head_stride: int
     cos_sin_stride: int
+    #: From the positions of one section to those of the next.
+    axis_stride: int
 
 
 def rotary_and_cache(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, cache: LayerCache, slots: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    cache: LayerCache,
+    slots: Tensor,
+    sections: Sequence[int] = (),
 ) -> Tensor:
     """Rotates q and k and writes k and v to their slots.
 
@@ -43,17 +63,18 @@ def rotary_and_cache(
         q: [T, H, D]; it, k and v may be views of one tensor, and are not changed.
         k: [T, K, D]
         v: [T, K, D]
-        positions: int64 [T], rows of ``cos_sin``.
+        positions: int64 [T], rows of ``cos_sin``; with ``sections`` [sections, T].
         cos_sin: float32 [max_position, R], R <= D: R/2 cosines, then R/2 sines.
         cache: of the layer; k and v are rounded to q's type first.
         slots: int64 [T]; negative: not written.
+        sections: how many pairs of a head are rotated by each of a token's positions, up to four of them.
 
     Returns:
         q rotated: [T, H, D], contiguous.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    queries = Queries(q, out, positions, cos_sin, q.stride(0), q.stride(1), cos_sin.stride(0))
-    _launch(queries, k, v, cache, slots, q.shape[1] // k.shape[1], cos_sin.shape[1])
+    queries = Queries(q, out, positions, cos_sin, q.stride(0), q.stride(1), cos_sin.stride(0), positions.stride(0))
+    _launch(queries, k, v, cache, slots, q.shape[1] // k.shape[1], cos_sin.shape[1], sections)
     return out
 
 
@@ -63,7 +84,14 @@ def reshape_and_cache(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) ->
 
 
 def _launch(
-    queries: Queries | None, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor, group: int, rotated: int
+    queries: Queries | None,
+    k: Tensor,
+    v: Tensor,
+    cache: LayerCache,
+    slots: Tensor,
+    group: int,
+    rotated: int,
+    sections: Sequence[int] = (),
 ) -> None:
     assert isinstance(cache, TritonLayerCache)
     tokens, kv_heads, head_dim = k.shape
@@ -85,6 +113,7 @@ def _launch(
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         ROTATED=rotated,
+        SECTIONS=_sections(sections),
         BLOCK_SIZE=cache.block_size,
         LARGEST=QUANTIZED.get(cache.dtype, 0.0),
         TILE=tile,
@@ -93,6 +122,11 @@ def _launch(
         num_warps=min(16, max(1, tile * dim // 512)),
         enable_fp_fusion=False,
     )
+
+
+def _sections(pairs: Sequence[int]) -> Sections:
+    starts = [*itertools.accumulate(pairs)][:-1]
+    return Sections(len(pairs), *starts, *[sum(pairs)] * (3 - len(starts)))
 
 
 @triton.jit
@@ -110,6 +144,7 @@ def _rotary_and_cache_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTATED: tl.constexpr,
+    SECTIONS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LARGEST: tl.constexpr,
     TILE: tl.constexpr,
@@ -121,8 +156,13 @@ def _rotary_and_cache_kernel(
     first = tl.program_id(1) * KV_TILE
     dims = tl.arange(0, DIM)
     if ROTATED > 0:
-        row = queries.cos_sin + tl.load(queries.positions + token) * queries.cos_sin_stride
         angles = tl.where(dims < ROTATED // 2, dims, dims - ROTATED // 2)
+        if SECTIONS.number > 0:
+            axis = (angles >= SECTIONS.second).to(tl.int64) + (angles >= SECTIONS.third) + (angles >= SECTIONS.fourth)
+            at = queries.positions + axis * queries.axis_stride + token
+            row = queries.cos_sin + tl.load(at, mask=dims < ROTATED, other=0) * queries.cos_sin_stride
+        else:
+            row = queries.cos_sin + tl.load(queries.positions + token) * queries.cos_sin_stride
         cos = tl.load(row + angles, mask=dims < ROTATED, other=1.0)
         sin = tl.load(row + ROTATED // 2 + angles, mask=dims < ROTATED, other=0.0)
         sin = tl.where(dims < ROTATED // 2, -sin, sin)

@@ -135,25 +135,29 @@ def test_quantised_writes_are_the_nearest_numbers(dtype: torch.dtype) -> None:
     group=st.integers(1, 3),
     half=st.integers(1, 6),
     rest=st.integers(0, 3),
+    cuts=st.lists(st.integers(0, 6), max_size=3),
     seed=st.integers(0, 99),
 )
 def test_rotation_is_the_reference_s(
-    dtype: torch.dtype, tokens: int, kv_heads: int, group: int, half: int, rest: int, seed: int
+    dtype: torch.dtype, tokens: int, kv_heads: int, group: int, half: int, rest: int, cuts: list[int], seed: int
 ) -> None:
+    """With as many sections of a head as ``cuts`` and one more, or none without them."""
     generator = torch.Generator().manual_seed(seed)
     head_dim, heads, block_size = 2 * half + rest, group * kv_heads, 3
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator).to(dtype)
-    positions = torch.randint(0, 50, (tokens,), generator=generator)
+    ends = sorted(min(cut, half) for cut in cuts)
+    sections = [end - start for start, end in zip([0, *ends], [*ends, half], strict=True)] if cuts else []
+    positions = torch.randint(0, 50, (len(sections), tokens) if cuts else (tokens,), generator=generator)
     angles = torch.rand(50, half, generator=generator) * 6
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
     slots = torch.randperm(4 * block_size, generator=generator)[:tokens]
     slots[:1] = -1
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    want_q, want_k = ReferenceKernels().rotary(q, k, positions, table)
+    want_q, want_k = ReferenceKernels().rotary(q, k, positions, table, sections)
     cache = make_cache(1, 4, block_size, kv_heads, head_dim, dtype, DEVICE)[0]
     device_q, device_k, device_v = qkv.to(DEVICE).split([heads, kv_heads, kv_heads], dim=1)
     out = rotary_and_cache(
-        device_q, device_k, device_v, positions.to(DEVICE), table.to(DEVICE), cache, slots.to(DEVICE)
+        device_q, device_k, device_v, positions.to(DEVICE), table.to(DEVICE), cache, slots.to(DEVICE), sections
     )
     assert out.shape == q.shape and out.is_contiguous()
     assert torch.equal(out.cpu(), want_q)

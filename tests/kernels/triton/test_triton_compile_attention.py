@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fixed int8": {"call": "fixed", "cache_dtype": "int8"},
     "rotary": {"call": "rotary"},
     "rotary fp8": {"call": "rotary", "cache_dtype": "float8_e4m3fn"},
+    "rotary sections": {"call": "rotary", "sections": (16, 24, 24)},
     "cache int8": {"call": "reshape", "cache_dtype": "int8"},
     "copy": {"call": "copy"},
 }
@@ -92,6 +93,7 @@ def launch(
     cap: float = 0.0,
     alibi: bool = False,
     max_seq_len: int = 8192,
+    sections: tuple[int, ...] = (),
 ) -> None:
     """A step of a network with 8 KV heads: 3 sequences of one token, or of many."""
     from octavo.kernels.forward_batch import make_batch
@@ -106,7 +108,8 @@ def launch(
     q, k, v = qkv.split([8 * group, 8, 8], dim=1)
     slots, positions = torch.zeros(2, 3 * each, dtype=torch.int64)
     if call == "rotary":
-        rotary_cache.rotary_and_cache(q, k, v, positions, torch.zeros(max_seq_len, head_dim), caches[1], slots)
+        at = torch.zeros(len(sections), 3, dtype=torch.int64) if sections else positions
+        rotary_cache.rotary_and_cache(q, k, v, at, torch.zeros(max_seq_len, head_dim), caches[1], slots, sections)
     elif call == "reshape":
         rotary_cache.reshape_and_cache(k, v, caches[1], slots)
     elif call == "copy":

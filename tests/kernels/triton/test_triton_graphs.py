@@ -79,12 +79,12 @@ class Network:
             blocks = tables[i].long()[seen // BLOCK]
             sums.append(self.slots[blocks * BLOCK + seen % BLOCK].sum())
         sums += [torch.tensor(0)] * (len(token_ids) - batch.num_decodes)
-        columns = [token_ids, batch.positions, *([torch.stack(sums)] if sums else [])]
+        columns = [token_ids, batch.positions, *batch.rotary_positions, *([torch.stack(sums)] if sums else [])]
         return ForwardOutput(torch.stack(columns, dim=1).float())
 
 
 def make(network: Network, graphs: FakeGraphs, at_start: bool = False, **options: Any) -> GraphedForward:
-    largest = BatchSize(500, MAX_SEQS, MAX_SEQS, MAX_LEN, BLOCK)
+    largest = BatchSize(500, MAX_SEQS, MAX_SEQS, MAX_LEN, BLOCK, rotary_axes=3)
     forward = GraphedForward(network, graphs, largest, ReferenceKernels("cpu"), **options)
     if at_start:
         forward.capture_all()
@@ -101,7 +101,11 @@ def decodes(rng: random.Random, count: int) -> ForwardBatch:
         for block in range(-(-length // BLOCK)):
             tables[i, block] = free.pop()
     ids = torch.tensor([rng.randrange(100) for _ in range(count)])
-    return make_batch([1] * count, lens, np.asarray(tables), BLOCK, ReferenceKernels("cpu"), token_ids=np.asarray(ids))
+    rotary = np.array([[rng.randrange(100) for _ in range(count)] for _ in range(3)])
+    kernels, token_ids = ReferenceKernels("cpu"), np.asarray(ids)
+    return make_batch(
+        [1] * count, lens, np.asarray(tables), BLOCK, kernels, token_ids=token_ids, rotary_positions=rotary
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
