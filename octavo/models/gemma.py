@@ -23,7 +23,7 @@ from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.norm import RMSNorm
-from octavo.models.checkpoint import Drop, Rename
+from octavo.models.checkpoint import CheckpointEntry, Drop
 from octavo.models.config_reader import ConfigReader, read_rope, read_windows, refuse_activations, shape_fields
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.llama import LlamaLayer
@@ -47,11 +47,7 @@ class GemmaConfig(ModelConfig):
 class GemmaForCausalLM(Decoder):
     """A decoder-only transformer with its language-model head."""
 
-    # Checkpoints that also see images hold this network as their language model.
-    checkpoint_map = (
-        Rename(r"^(model\.)?language_model\.(model\.)?", "model."),
-        Rename(r"^model\.lm_head\.", "lm_head."),
-        Drop(r"^(model\.)?(vision_tower|multi_modal_projector)\."),
+    checkpoint_map: tuple[CheckpointEntry, ...] = (
         Drop(r"rotary_emb\.inv_freq$"),
         Drop(r"^lm_head\.weight$"),
     )
@@ -67,7 +63,9 @@ class GemmaForCausalLM(Decoder):
         """Layer ``index`` of the network; those with a window have a rope of their own."""
         window = config.sliding_windows[index]
         rotary = self.rotary_table(replace(config, rope=config.local_rope) if window else config, context)
-        spec = AttentionSpec(config.query_scale, window, config.score_cap)
+        # Tokens of an image see each other in both directions.
+        sees_spans = config.image_facts is not None
+        spec = AttentionSpec(config.query_scale, window, config.score_cap, sees_spans=sees_spans)
         attention = Attention(config, context, spec, rotary, GemmaNorm)
         mlp = GatedMLP(context, config.hidden_size, config.intermediate_size, False, "gelu_tanh")
         if config.post_norms:

@@ -29,7 +29,7 @@ NETWORKS = {
     "GPTNeoXForCausalLM": ("gpt_neox", "octavo.models.gpt_neox", "GPTNeoXForCausalLM"),
     "Gemma2ForCausalLM": ("gemma2", "octavo.models.gemma", "GemmaForCausalLM"),
     "Gemma3ForCausalLM": ("gemma3_text", "octavo.models.gemma", "GemmaForCausalLM"),
-    "Gemma3ForConditionalGeneration": ("gemma3", "octavo.models.gemma", "GemmaForCausalLM"),
+    "Gemma3ForConditionalGeneration": ("gemma3", "octavo.models.gemma3", "Gemma3ForConditionalGeneration"),
     "GemmaForCausalLM": ("gemma", "octavo.models.gemma", "GemmaForCausalLM"),
     "Idefics3ForConditionalGeneration": (
         "idefics3",

@@ -18,6 +18,7 @@ from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.models.config_files import read_model_config
 from octavo.models.gemma import GemmaConfig
+from octavo.models.gemma3 import Gemma3Config
 from tests.models.zoo import SMALL, Zoo
 
 #: Heads of other sizes than hidden / heads.
@@ -116,7 +117,17 @@ GEMMA3_27B: dict[str, Any] = {
         "sliding_window": 1024,
     },
     "torch_dtype": "bfloat16",
-    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    "mm_tokens_per_image": 256,
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
 }
 
 
@@ -188,15 +199,29 @@ def test_what_cannot_be_computed_is_named(
         read(tmp_path, GEMMA2_27B | changes)
 
 
+def test_gemma3_with_images_has_the_facts_of_both_parts(tmp_path: Path) -> None:
+    config = read(tmp_path, GEMMA3_27B)
+    assert isinstance(config, Gemma3Config) and config.image_facts is not None
+    assert (config.image_facts.token_id, config.image_facts.is_whole) == (262144, True)
+    assert (config.vision.side, config.pooled_side, config.vision.head_dim) == (64, 4, 72)
+    without = {name: value for name, value in GEMMA3_27B.items() if name != "vision_config"}
+    assert read(tmp_path, without).image_facts is None
+    with pytest.raises(ConfigError, match=r"mm_tokens_per_image \(200\)"):
+        read(tmp_path, GEMMA3_27B | {"mm_tokens_per_image": 200})
+    with pytest.raises(UnsupportedModelError, match="'clip_vision_model'"):
+        read(tmp_path, GEMMA3_27B | {"vision_config": {"model_type": "clip_vision_model"}})
+
+
 def test_a_checkpoint_that_also_sees_images_answers_to_text(tmp_path: Path, driver: Callable[..., Any]) -> None:
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+    import transformers
 
     text = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
     text |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 5}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
-    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
-    model = Gemma3ForConditionalGeneration(config).eval()
+    sizes = {"image_size": 28, "patch_size": 14, "vision_use_head": False}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision | sizes, mm_tokens_per_image=4)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(tmp_path)

@@ -23,13 +23,13 @@ def paged_attention(
     *,
     deterministic: bool = False,
 ) -> Tensor:
-    """Causal attention of each token over its sequence's cached context.
+    """Attention of each token over its sequence's cached context: causal, of spans or of all of it.
 
     Args:
         q: [T, H, D], tokens and heads strided.
         cache: keys and values, with those of this step.
         batch: the step; the output of an empty sequence (``seq_lens`` 0) is 0.
-        spec: causal; its scale is positive.
+        spec: not causal without a window only; its scale is positive.
         deterministic: a row's bits are the same in any batch; see ``attention_fixed``.
 
     Returns:
@@ -40,12 +40,14 @@ def paged_attention(
     sequences = batch.seq_lens.shape[0]
     if not sequences:
         return out
-    context = make_context(q, cache, spec)
+    context = make_context(q, cache, batch, spec)
     if deterministic:
         fixed_order(q, out, batch, context)
         return out
-    if batch.num_decodes:
+    # A decode sees nothing after its token.
+    decodes = batch.num_decodes if context.form.causal and not context.form.spans else 0
+    if decodes:
         decode(q, out, batch, context)
-    if batch.num_decodes < sequences:
-        prefill(q, out, batch, context)
+    if decodes < sequences:
+        prefill(q, out, batch, context, decodes)
     return out

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec
 from octavo.kernels.triton.cache import QUANTIZED, KeysAndValues, TritonLayerCache
 
@@ -40,6 +41,9 @@ class AttentionForm(NamedTuple):
     quantized: bool
     #: Triton's type of the products' operands.
     compute: Any
+    #: Whether a token sees none after it, and if so, whether it is an exception that some do.
+    causal: bool = True
+    spans: bool = False
 
     @property
     def wide(self) -> bool:
@@ -53,6 +57,8 @@ class Context(NamedTuple):
     cache: KeysAndValues
     #: ALiBi's slopes, float32 [heads], or None.
     slopes: Tensor | None
+    #: The batch's ``sees_until``, or None where it is not read.
+    until: Tensor | None
     #: KV group of the layer: index of its block tables in the batch.
     kv_group: int
     #: Argument of ``attend``.
@@ -60,8 +66,9 @@ class Context(NamedTuple):
     form: AttentionForm
 
 
-def make_context(q: Tensor, cache: TritonLayerCache, spec: AttentionSpec) -> Context:
-    """For queries q [T, H, D]."""
+def make_context(q: Tensor, cache: TritonLayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Context:
+    """For queries q [T, H, D] of a step."""
+    spans = spec.sees_spans and batch.has_spans
     kv_heads, head_dim = cache.key.shape[1], cache.key.shape[3]
     quantized = cache.dtype in QUANTIZED
     # Neither of bfloat16 and float16 includes the other's values; both include those of a quantised cache.
@@ -77,10 +84,13 @@ def make_context(q: Tensor, cache: TritonLayerCache, spec: AttentionSpec) -> Con
         cap=float(spec.soft_cap or 0),
         quantized=quantized,
         compute=_COMPUTE[compute],
+        causal=spec.causal,
+        spans=spans,
     )
     return Context(
         cache.argument,
         None if spec.alibi_slopes is None else _on_device(spec.alibi_slopes, q.device),
+        batch.sees_until if spans else None,
         cache.group,
         spec.scale / spec.soft_cap if spec.soft_cap else spec.scale * _LOG2_E,
         form,

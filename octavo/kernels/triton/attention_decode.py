@@ -152,7 +152,7 @@ def _decode_kernel(
     l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
     m = tl.full([ROWS], NOTHING, dtype=tl.float32)
     acc, l, m = attend(  # noqa: E741
-        acc, l, m, q, positions, begin, end, length, kv_head, table_ptr, cache, scale, slopes,
+        acc, l, m, q, positions, positions, begin, end, length, kv_head, table_ptr, cache, scale, slopes,
             FORM, True, TILE,
     )  # fmt: skip
     if SPLIT:

@@ -18,7 +18,14 @@ from torch import Tensor
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
 from octavo.kernels.triton.attention_decode import count_parts
-from octavo.kernels.triton.attention_queries import count_tiles, find_tile, load_queries, position_of
+from octavo.kernels.triton.attention_queries import (
+    count_tiles,
+    find_tile,
+    last_seen,
+    load_queries,
+    position_of,
+    seen_end,
+)
 from octavo.kernels.triton.attention_tile import NOTHING, attend, merge
 from octavo.kernels.triton.rounding import rounded
 
@@ -55,6 +62,7 @@ def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -
         batch.block_tables[context.kv_group],
         context.cache,
         context.slopes,
+        context.until,
         *q.stride()[:2],
         batch.block_tables.stride(1),
         context.scale,
@@ -79,6 +87,7 @@ def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -
             batch.query_start_loc,
             batch.positions,
             batch.seq_lens,
+            context.until,
             sequences,
             pieces,
             FORM=form,
@@ -109,6 +118,7 @@ def _pieces_kernel(
     tables_ptr,
     cache,
     slopes_ptr,
+    until_ptr,
     q_token_stride,
     q_head_stride,
     table_stride,
@@ -144,7 +154,8 @@ def _pieces_kernel(
     begin = 0
     if FORM.window > 0:
         begin = tl.maximum(oldest - FORM.window + 1, 0) // TILE * TILE
-    end = tl.minimum(oldest + TOKENS, first_query + queries)
+    last_key = last_seen(until_ptr, positions, flat, valid, length, FORM)
+    end = seen_end(last_key, valid, tl.minimum(oldest + TOKENS, first_query + queries), length, FORM)
     first = begin // PIECE_TOKENS
     # An empty sequence has one piece, without keys.
     count = tl.maximum((end + PIECE_TOKENS - 1) // PIECE_TOKENS - first, 1)
@@ -164,7 +175,7 @@ def _pieces_kernel(
         piece_begin = tl.maximum(piece * PIECE_TOKENS, begin)
         piece_end = tl.minimum((piece + 1) * PIECE_TOKENS, end)
         acc, l, m = attend(  # noqa: E741
-            acc, l, m, q, positions, piece_begin, piece_end, length, kv_head, table_ptr, cache, scale, slopes,
+            acc, l, m, q, positions, last_key, piece_begin, piece_end, length, kv_head, table_ptr, cache, scale, slopes,
             FORM, True, TILE,
         )  # fmt: skip
         if SPLIT:
@@ -189,6 +200,7 @@ def _merge_kernel(
     query_start_ptr,
     positions_ptr,
     seq_lens_ptr,
+    until_ptr,
     sequences,
     pieces,
     FORM: tl.constexpr,
@@ -206,7 +218,13 @@ def _merge_kernel(
         else:
             high = middle
     left = tl.load(query_start_ptr + low + 1) - token
-    position = position_of(positions_ptr, token, left, tl.load(seq_lens_ptr + low))
+    length = tl.load(seq_lens_ptr + low)
+    position = position_of(positions_ptr, token, left, length)
+    last_key = position
+    if FORM.spans:
+        last_key = tl.maximum(position, tl.load(until_ptr + token))
+    if not FORM.causal:
+        last_key = length - 1
     rows = tl.arange(0, ROWS)
     valid = rows < FORM.group
     dims = tl.arange(0, FORM.dim)
@@ -214,7 +232,7 @@ def _merge_kernel(
     first = 0
     if FORM.window > 0:
         first = tl.maximum(position - FORM.window + 1, 0) // PIECE_TOKENS
-    last = tl.maximum(position // PIECE_TOKENS, 0) + 1
+    last = tl.maximum(last_key // PIECE_TOKENS, 0) + 1
     total_acc = tl.full([ROWS, FORM.dim], 0.0, dtype=tl.float32)
     total_l = tl.full([ROWS], 0.0, dtype=tl.float32)
     total_m = tl.full([ROWS], NOTHING, dtype=tl.float32)

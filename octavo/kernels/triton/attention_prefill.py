@@ -8,21 +8,29 @@ from torch import Tensor
 
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
-from octavo.kernels.triton.attention_queries import count_tiles, find_tile, load_queries, position_of
+from octavo.kernels.triton.attention_queries import (
+    count_tiles,
+    find_tile,
+    last_seen,
+    load_queries,
+    position_of,
+    seen_end,
+)
 from octavo.kernels.triton.attention_tile import NOTHING, attend
 from octavo.kernels.triton.rounding import rounded
 
 
-def prefill(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> None:
-    """Attention of the batch's sequences after its decodes.
+def prefill(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context, first: int) -> None:
+    """Attention of the batch's sequences from number ``first`` on, which follow its decodes.
 
     Args:
         q: [T, H, D], all rows of the step.
         out: [T, H, D], contiguous; the rows of those sequences are written.
         batch: the step.
         context: of the layer.
+        first: sequences before it have one token each.
     """
-    first, sequences, form = batch.num_decodes, batch.seq_lens.shape[0], context.form
+    sequences, form = batch.seq_lens.shape[0], context.form
     tiling = _tiling(context).fitted(context, q.device)
     heads, head_chunks = head_tiles(context, tiling.rows)
     tokens = tiling.rows // heads
@@ -36,6 +44,7 @@ def prefill(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> No
         batch.block_tables[context.kv_group],
         context.cache,
         context.slopes,
+        context.until,
         *q.stride()[:2],
         batch.block_tables.stride(1),
         context.scale,
@@ -74,6 +83,7 @@ def _prefill_kernel(
     tables_ptr,
     cache,
     slopes_ptr,
+    until_ptr,
     q_token_stride,
     q_head_stride,
     table_stride,
@@ -109,18 +119,19 @@ def _prefill_kernel(
     l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
     m = tl.full([ROWS], NOTHING, dtype=tl.float32)
     oldest = first_query + local * TOKENS
-    end = tl.minimum(oldest + TOKENS, first_query + queries)
+    last = last_seen(until_ptr, positions, flat, valid, length, FORM)
+    end = seen_end(last, valid, tl.minimum(oldest + TOKENS, first_query + queries), length, FORM)
     if FORM.window > 0:
         masked_from = tl.maximum(oldest - FORM.window + 1, 0) // TILE * TILE
     else:
-        # Keys that all rows attend to; the remaining one or two tiles are on the diagonal and masked.
-        masked_from = (oldest + 1) // TILE * TILE
+        # Keys that all rows attend to; the remaining ones, on the diagonal or of a span, are masked.
+        masked_from = (oldest + 1 if FORM.causal else length) // TILE * TILE
         acc, l, m = attend(  # noqa: E741
-            acc, l, m, q, positions, 0, masked_from, length, kv_head, table_ptr, cache, scale, slopes,
+            acc, l, m, q, positions, last, 0, masked_from, length, kv_head, table_ptr, cache, scale, slopes,
             FORM, False, TILE,
         )  # fmt: skip
     acc, l, m = attend(  # noqa: E741
-        acc, l, m, q, positions, masked_from, end, length, kv_head, table_ptr, cache, scale, slopes,
+        acc, l, m, q, positions, last, masked_from, end, length, kv_head, table_ptr, cache, scale, slopes,
             FORM, True, TILE,
     )  # fmt: skip
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]

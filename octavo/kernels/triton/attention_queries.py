@@ -40,6 +40,28 @@ def position_of(positions_ptr, row, queries, length):
 
 
 @triton.jit
+def last_seen(until_ptr, positions, flat, valid, length, FORM: tl.constexpr):
+    """The last position that each row of ``load_queries`` attends to, int32 [rows]; ``until_ptr``: see ``Context``."""
+    if not FORM.causal:
+        return positions * 0 + length - 1
+    elif FORM.spans:
+        return tl.maximum(positions, tl.load(until_ptr + flat, mask=valid, other=-1))
+    else:
+        return positions
+
+
+@triton.jit
+def seen_end(last, valid, end, length, FORM: tl.constexpr):
+    """Past the last position that a tile of rows attends to, of which ``end`` is past the last row's."""
+    if not FORM.causal:
+        return length
+    elif FORM.spans:
+        return tl.minimum(tl.maximum(end, tl.max(tl.where(valid, last, -1), 0) + 1), length)
+    else:
+        return end
+
+
+@triton.jit
 def load_queries(
     q_ptr,
     token_stride,

@@ -42,6 +42,7 @@ def attend(
     m,
     q,
     positions,
+    last,
     begin,
     end,
     length,
@@ -61,7 +62,8 @@ def attend(
         l: float32 [rows]
         m: float32 [rows]
         q: [rows, dim] of the compute type, 0 past ``head_dim``.
-        positions: int32 [rows]: a row attends to keys up to its position, with a window to the last ``window`` of them.
+        positions: int32 [rows]: with a window a row attends to keys from its position less ``window - 1`` on.
+        last: int32 [rows]: the last key that a row attends to; most often its position.
         begin: first position of the first tile, a multiple of ``TILE``.
         end: position past the last key; a partial last tile is computed as a whole.
         length: tokens in the context; the cache past them is ignored, whatever it contains.
@@ -86,7 +88,23 @@ def attend(
     for start in range(begin, end, TILE):
         following = _blocks_of(table_ptr, start + TILE, length, FORM.block_size, TILE)
         acc, l, m = _attend_to_tile(  # noqa: E741
-            acc, l, m, q, positions, start, length, block, ptrs, scale_ptrs, strides, scale, slopes, FORM, MASKED, TILE
+            acc,
+            l,
+            m,
+            q,
+            positions,
+            last,
+            start,
+            length,
+            block,
+            ptrs,
+            scale_ptrs,
+            strides,
+            scale,
+            slopes,
+            FORM,
+            MASKED,
+            TILE,
         )
         block = following
     return acc, l, m
@@ -109,6 +127,7 @@ def _attend_to_tile(
     m,
     q,
     positions,
+    last,
     start,
     length,
     block,
@@ -148,7 +167,7 @@ def _attend_to_tile(
         scores = scores * scale + slopes[:, None] * distance * 1.4426950408889634
         scale = 1.0
     if MASKED:
-        seen = keys[None, :] <= positions[:, None]
+        seen = keys[None, :] <= last[:, None]
         if FORM.window > 0:
             seen = seen & (keys[None, :] > positions[:, None] - FORM.window)
         scores = tl.where(seen, scores, float("-inf"))

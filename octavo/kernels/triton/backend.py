@@ -198,7 +198,7 @@ class TritonKernels(TorchKernels):
         return x.div_(cap).tanh_().mul_(cap)
 
     def check_attention(self, spec: AttentionSpec) -> None:
-        """Refuses latent caches, and attention that is not causal."""
+        """Refuses latent caches, another context than the tokens' own, and a window on either side."""
         if spec.value_dim is not None:
             raise UnsupportedModelError(
                 "the triton kernels have no multi-head latent attention; use kernels='reference'"
@@ -207,10 +207,10 @@ class TritonKernels(TorchKernels):
             raise UnsupportedModelError("the triton kernels have no relative position bias; use kernels='reference'")
         if spec.cross:
             raise UnsupportedModelError("the triton kernels have no cross attention; use kernels='reference'")
-        if spec.sees_spans:
-            raise UnsupportedModelError("the triton kernels have no attention to later tokens; use kernels='reference'")
-        if not spec.causal:
-            raise UnsupportedModelError("the triton kernels have causal attention only; use kernels='reference'")
+        if not spec.causal and spec.window is not None:
+            raise UnsupportedModelError(
+                "the triton kernels have no window of attention that is not causal; use kernels='reference'"
+            )
 
     def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
         """Decodes with contexts split among programs, prefills in tiles of queries."""

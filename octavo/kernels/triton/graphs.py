@@ -98,7 +98,7 @@ class GraphedForward:
     def __call__(self, batch: ForwardBatch) -> ForwardOutput:
         """The network's output for the step."""
         rows = len(batch.token_ids)
-        decodes_alone = batch.num_decodes == rows and batch.all_sampled
+        decodes_alone = batch.num_decodes == rows and batch.all_sampled and not batch.has_spans
         if not decodes_alone or not 0 < rows <= self._sizes[-1]:
             return self._forward(batch)
         size = self._sizes[bisect_left(self._sizes, rows)]

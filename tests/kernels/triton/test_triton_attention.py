@@ -46,6 +46,9 @@ class Case:
     seed: int = 0
     #: Tokens of each context that follow those of the step.
     after: int = 0
+    #: Whether tokens see none after them; if so, whether some see those of a run of their own.
+    causal: bool = True
+    spans: bool = False
 
 
 @st.composite
@@ -115,7 +118,25 @@ def build(case: Case, dtype: torch.dtype = torch.float32, cache_dtype: torch.dty
         starts=[before for before, _ in case.lengths],
     )
     assert (batch.slot_mapping[0].tolist(), batch.positions.tolist()) == (slots, positions)
+    if case.spans:
+        until = runs(case, np.random.default_rng(case.seed))
+        batch.sees_until, batch.has_spans = torch.from_numpy(until).to(DEVICE), True
     return Step(batch, cache, random(starts[-1], case.kv_heads * case.group, case.head_dim), keys, values)
+
+
+def runs(case: Case, rng: np.random.Generator) -> NDArray[np.int32]:
+    """``ForwardBatch.sees_until`` of random runs; the last one of a sequence may end after the step's tokens."""
+    until = []
+    for before, new in case.lengths:
+        start, end = 0, before + new + case.after
+        seen = np.full(end, -1, np.int32)
+        while start < end:
+            stop = min(end, start + int(rng.integers(1, 50)))
+            if rng.integers(2):
+                seen[start:stop] = stop - 1
+            start = stop
+        until.append(seen[before : before + new])
+    return np.concatenate([*until, np.zeros(0, np.int32)])
 
 
 def write(array: Tensor, scale: Tensor | None, slots: Tensor, x: Tensor) -> None:
@@ -143,26 +164,27 @@ def held(array: Tensor, scale: Tensor | None, slots: Tensor) -> Floats:
 def attend(case: Case, step: Step, scale: float) -> Floats:
     """Attention of every token and head by itself."""
     out = np.zeros(tuple(step.q.shape))
-    q, row = step.q.double().cpu().numpy(), 0
+    q, row, until = step.q.double().cpu().numpy(), 0, step.batch.sees_until.tolist()
     for (before, new), key, value in zip(case.lengths, step.keys, step.values, strict=True):
         for position in range(before, before + new):
             oldest = 0 if case.window is None else max(0, position - case.window + 1)
+            last = max(position, until[row]) if case.causal else len(key) - 1
             for head in range(q.shape[1]):
                 kv = head // case.group
-                scores = key[oldest : position + 1, kv] @ q[row, head] * scale
+                scores = key[oldest : last + 1, kv] @ q[row, head] * scale
                 if case.cap:
                     scores = case.cap * np.tanh(scores / case.cap)
                 if case.alibi:
-                    scores += 2.0 ** -(head + 1) * np.arange(oldest - position, 1)
+                    scores += 2.0 ** -(head + 1) * np.arange(oldest - position, last - position + 1)
                 weights = np.exp(scores - scores.max())
-                out[row, head] = weights @ value[oldest : position + 1, kv] / weights.sum()
+                out[row, head] = weights @ value[oldest : last + 1, kv] / weights.sum()
             row += 1
     return out
 
 
 def compute(case: Case, step: Step, scale: float, deterministic: bool) -> Tensor:
     slopes = tuple(2.0 ** -(head + 1) for head in range(step.q.shape[1])) if case.alibi else None
-    spec = AttentionSpec(scale, case.window, case.cap or None, slopes)
+    spec = AttentionSpec(scale, case.window, case.cap or None, slopes, case.causal, sees_spans=case.spans)
     return paged_attention(step.q, step.cache, step.batch, spec, deterministic=deterministic)
 
 
@@ -253,8 +275,9 @@ def test_queries_amid_their_context_see_up_to_themselves(deterministic: bool) ->
 def test_attention_that_is_not_computed_is_refused() -> None:
     kernels = TritonKernels(DEVICE)
     kernels.check_attention(AttentionSpec(1.0, 16, 5.0, (0.5,)))
+    kernels.check_attention(AttentionSpec(1.0, causal=False))
     with pytest.raises(UnsupportedModelError, match="causal"):
-        kernels.check_attention(AttentionSpec(1.0, causal=False))
+        kernels.check_attention(AttentionSpec(1.0, 16, causal=False))
     with pytest.raises(UnsupportedModelError, match="no multi-head latent attention"):
         kernels.check_attention(AttentionSpec(1.0, value_dim=32))
 

@@ -31,6 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
     "prefill alibi": {"call": "prefill", "group": 1, "alibi": True},
     "prefill int8": {"call": "prefill", "cache_dtype": "int8"},
     "prefill fp8": {"call": "prefill", "cache_dtype": "float8_e4m3fn"},
+    "prefill spans": {"call": "prefill", "window": 512, "spans": True},
+    "prefill whole 72": {"call": "prefill", "head_dim": 72, "group": 1, "causal": False},
     "prefill large blocks": {"call": "prefill", "block_size": 128},
     "prefill float32": {"call": "prefill", "dtype": "float32", "head_dim": 64},
     "fixed": {"call": "fixed"},
@@ -92,6 +94,8 @@ def launch(
     window: int | None = None,
     cap: float = 0.0,
     alibi: bool = False,
+    spans: bool = False,
+    causal: bool = True,
     max_seq_len: int = 8192,
     sections: tuple[int, ...] = (),
 ) -> None:
@@ -117,13 +121,14 @@ def launch(
     else:
         tables = np.zeros((3, 40), np.int32)
         batch = make_batch([each] * 3, [40] * 3, tables, block_size, ReferenceKernels())
-        batch.max_seq_len = max_seq_len
+        batch.max_seq_len, batch.has_spans = max_seq_len, spans
         parts = 4 if max_seq_len > 64 else 1
         with (
             mock.patch.object(attention_decode, "count_parts", lambda *_: parts),
             mock.patch.object(attention_fixed, "count_parts", lambda *_: parts),
         ):
-            spec = AttentionSpec(0.1, window, cap, (0.5,) * 8 * group if alibi else None)
+            slopes = (0.5,) * 8 * group if alibi else None
+            spec = AttentionSpec(0.1, window, cap, slopes, causal, sees_spans=spans)
             attention.paged_attention(q, caches[1], batch, spec, deterministic=call == "fixed")
 
 
