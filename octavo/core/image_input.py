@@ -20,8 +20,14 @@ class ImageFacts:
     family: Literal["llava", "idefics3", "gemma3", "qwen2_5_vl"]
     #: The token that stands for each feature in a prompt.
     token_id: int
-    #: Whether the tokens of an image see each other in both directions, so that one step computes all of them.
-    is_whole: bool = False
+    #: Tokens of an image that see each other in both directions, so that one step computes all of them; 0: a chunk of
+    #: the prompt may end anywhere.
+    whole: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one step computes all tokens of an image."""
+        return self.whole > 0
 
 
 class PromptImage(msgspec.Struct, frozen=True, array_like=True):

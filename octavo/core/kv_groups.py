@@ -52,10 +52,16 @@ class KVLayout:
     max_num_batched_tokens: int
     #: Whether a prompt may be computed in chunks of any length.
     cuts_prompts: bool = True
+    #: Tokens of the shortest chunks in which every prompt can be computed.
+    least_chunk: int = 1
 
     @classmethod
     def of(
-        cls, groups: Sequence[tuple[int, int | None]], options: EngineConfig, max_num_batched_tokens: int
+        cls,
+        groups: Sequence[tuple[int, int | None]],
+        options: EngineConfig,
+        max_num_batched_tokens: int,
+        least_chunk: int = 1,
     ) -> KVLayout:
         """The layout of groups, each given by the bytes of a block and its window, under an engine's options."""
         sizes, windows = [size for size, _ in groups], [window for _, window in groups]
@@ -66,6 +72,7 @@ class KVLayout:
             options.max_num_seqs,
             max_num_batched_tokens,
             cuts_prompts=options.cuts_prompts,
+            least_chunk=least_chunk,
         )
 
     def held(self, num_tokens: int, chunk: int = 1) -> list[int]:
@@ -74,7 +81,8 @@ class KVLayout:
         ``chunk``: blocks of a chunk of its prompt beside a window; those of all tokens in flight if prompts are whole.
         """
         whole = -(-num_tokens // self.block_size)
-        chunk = chunk if self.cuts_prompts else max(chunk, self._chunk)
+        least = self._chunk if not self.cuts_prompts else -(-self.least_chunk // self.block_size)
+        chunk = max(chunk, least)
         return [
             whole if window is None else min(whole, window_blocks(window, self.block_size) + chunk)
             for window in self.windows

@@ -100,5 +100,5 @@ class Gemma3ForConditionalGeneration(GemmaForCausalLM):
                 f"side, image_size / patch_size ({vision.side})"
             )
         token = reader.positive(reader.named("image_token_id", "image_token_index"), 262144)
-        fields = fields_of(text) | {"image_facts": ImageFacts("gemma3", token, is_whole=True)}
+        fields = fields_of(text) | {"image_facts": ImageFacts("gemma3", token, whole=tokens)}
         return Gemma3Config(vision=vision, pooled_side=vision.side // side, **fields)

@@ -57,7 +57,9 @@ class CacheSizing:
         return LargestStep(self._loaded, self._loaded.largest_batch(longest))
 
     def _layout(self, max_num_batched_tokens: int) -> KVLayout:
-        return KVLayout.of(self.kv_groups(), self._loaded.options, max_num_batched_tokens)
+        images = self._loaded.config.image_facts
+        least_chunk = 1 if images is None else max(1, images.whole)
+        return KVLayout.of(self.kv_groups(), self._loaded.options, max_num_batched_tokens, least_chunk)
 
 
 class LargestStep:

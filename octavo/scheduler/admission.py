@@ -53,11 +53,17 @@ class Admission:
                 f"at most max_num_batched_tokens={limit}"
             )
         longest = max((f.length for f in group.request.features if f.is_whole), default=0)
-        most = min(limit - self._options.max_num_seqs + 1, self._blocks.max_chunk)
-        if longest > most:
+        beside_decodes, chunk = limit - self._options.max_num_seqs + 1, self._blocks.max_chunk
+        if longest > beside_decodes:
             return (
-                f"an image of {longest} tokens is computed in one step, which has room for {most} beside decodes: set "
-                f"max_num_batched_tokens to {self._options.max_num_seqs + longest} or more, or max_num_seqs to less"
+                f"an image of {longest} tokens is computed in one step, which has room for {beside_decodes} beside "
+                f"decodes: set max_num_batched_tokens to {self._options.max_num_seqs + longest} or more, or "
+                "max_num_seqs to less"
+            )
+        if longest > chunk:
+            return (
+                f"an image of {longest} tokens is computed in one step, but the KV cache has room for {chunk} behind "
+                "the windows of its layers: it needs more blocks"
             )
         if group.num_seqs > self._options.max_num_seqs:
             return f"it needs {group.num_seqs} sequences at once, but max_num_seqs is {self._options.max_num_seqs}"
