@@ -52,15 +52,16 @@ void for_items(int64_t count, int64_t threads, int64_t at_once, const F& f) {
   });
 }
 
-// Every tile of rows with its whole context; the KV heads of the same rows are neighbours, here and wherever items are
+// Every tile of rows [begin_row, end_row) with its whole context; the KV heads of the same rows are neighbours, here and wherever items are
 // put in another order.
-std::vector<Work> tiles_of(const Attention& a, const Step& step) {
+std::vector<Work> tiles_of(const Attention& a, const Step& step, int64_t begin_row, int64_t end_row) {
   std::vector<Work> tiles;
   const int64_t tile_rows = a.shape.latent ? kRowsOfLatentItem : kRowsOfItem;
   const int64_t tile_queries = std::max<int64_t>(1, tile_rows / a.group());
   for (int64_t s = 0; s < step.sequences; ++s) {
-    const int64_t queries = step.query_start[s + 1] - step.query_start[s];
-    for (int64_t first = 0; first < queries; first += tile_queries) {
+    const int64_t start = step.query_start[s];
+    const int64_t queries = std::min<int64_t>(step.query_start[s + 1], end_row) - start;
+    for (int64_t first = std::max<int64_t>(0, begin_row - start); first < queries; first += tile_queries) {
       const int64_t count = std::min(tile_queries, queries - first);
       const int64_t position = step.positions[step.query_start[s] + first];
       int64_t last = position + count - 1 + a.after();
@@ -97,8 +98,8 @@ float* attention_scratch(int64_t floats) {
   return scratch.of(floats);
 }
 
-void run_attention(const Attention& a, const Step& step) {
-  const std::vector<Work> tiles = tiles_of(a, step);
+void run_attention(const Attention& a, const Step& step, int64_t begin, int64_t end) {
+  const std::vector<Work> tiles = tiles_of(a, step, begin, end);
   int64_t total = 0;
   for (const Work& tile : tiles) total += tile.cost;
   const int64_t threads = std::min<int64_t>(ThreadPool::instance().size(), 1 + total / kWorthAThread);

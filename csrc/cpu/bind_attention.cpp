@@ -37,7 +37,11 @@ class AttentionOp : public Op {
  public:
   AttentionOp(const Attention& attention, int64_t group, bool cross)
       : attention_(attention), group_(group), cross_(cross) {}
-  void run(const Step& step) override { run_attention(attention_, cross_ ? step.cross() : step.of_group(group_)); }
+  void run(const Step& step) override { run_rows(step, 0, kAll); }
+  bool run_rows(const Step& step, int64_t begin, int64_t end) override {
+    run_attention(attention_, cross_ ? step.cross() : step.of_group(group_), begin, end);
+    return true;
+  }
 
  private:
   Attention attention_;

@@ -41,11 +41,14 @@ class Linear : public Op {
   Linear(Weights weights, const void* x, int64_t x_stride, Dtype x_dtype, Product product)
       : weights_(std::move(weights)), x_(x), x_stride_(x_stride), x_dtype_(x_dtype), product_(product) {}
 
-  void run(const Step& step) override {
+  void run(const Step& step) override { run_rows(step, 0, step.tokens); }
+
+  bool run_rows(const Step&, int64_t begin, int64_t end) override {
     const bool pairs = pairs_in_place();
     const int64_t fitting = kBlockFloats / product_.weights.k / kRowsOfTask;
     const int64_t block = (pairs ? kPartsInPlace : std::clamp(fitting, int64_t{1}, int64_t{4})) * kRowsOfTask;
-    for (int64_t row = 0; row < step.tokens; row += block) run_block(row, std::min(block, step.tokens - row), pairs);
+    for (int64_t row = begin; row < end; row += block) run_block(row, std::min(block, end - row), pairs);
+    return true;
   }
 
   Bytes first_weights(const Step& step, int thread, int threads) const override {

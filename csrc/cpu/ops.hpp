@@ -88,6 +88,8 @@ struct Bytes {
 struct Op {
   virtual ~Op() = default;
   virtual void run(const Step& step) = 0;
+  // Computes rows [begin, end) alone, to the same bits; false if it cannot, and nothing is done.
+  virtual bool run_rows(const Step& /*step*/, int64_t /*begin*/, int64_t /*end*/) { return false; }
   // The weights that a thread, one of so many, reads first in this step, which has tokens; of operations that have none,
   // nothing.
   virtual Bytes first_weights(const Step&, int /*thread*/, int /*threads*/) const { return {}; }

@@ -33,8 +33,10 @@ class TokenOp : public Op {
   explicit TokenOp(int64_t work) : work_(work) {}
   virtual void run_tokens(const Step& step, int64_t begin, int64_t end) const = 0;
   int64_t work() const { return work_; }
-  void run(const Step& step) override {
-    for_row_ranges(step.tokens, work_, [&](int64_t begin, int64_t end) { run_tokens(step, begin, end); });
+  void run(const Step& step) override { run_rows(step, 0, step.tokens); }
+  bool run_rows(const Step& step, int64_t begin, int64_t end) override {
+    for_row_ranges(end - begin, work_, [&](int64_t b, int64_t e) { run_tokens(step, begin + b, begin + e); });
+    return true;
   }
 
  private:

@@ -1,12 +1,12 @@
 // The tape: operations recorded once and run for each step; and the operations that call the host or select rows.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstring>
-#include <limits>
+#include <utility>
 #include <vector>
 
 #include "bind.hpp"
@@ -23,6 +23,14 @@ namespace octavo {
 
 namespace {
 
+class Stopwatch {
+ public:
+  double seconds() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun_).count(); }
+
+ private:
+  std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
+};
+
 // Consecutive row-wise operations over the same rows are merged into one loop: memory is reused only by buffers of equal
 // size (see octavo/kernels/cpu/arena.py), so rows of different tokens do not overlap.
 class Tape {
@@ -37,28 +45,35 @@ class Tape {
       entries_.push_back({std::move(op), rows});
   }
   size_t size() const { return entries_.size(); }
-  void run(const Step& step) const { run_for(step, 0, std::numeric_limits<double>::infinity()); }
-  // Runs operations from number `first` on, at least one, until so many seconds have passed; the number of the next.
-  // Between such parts of a step no other step of this tape may run.
-  size_t run_for(const Step& step, size_t first, double seconds) const {
+  void run(const Step& step) const {
     nb::gil_scoped_release release;
-    const auto begun = std::chrono::steady_clock::now();
     const auto mode = DenormalMode::flushed();
     ThreadPool::Busy busy;
     const Step steps[] = {step, step.over(Rows::sampled), step.over(Rows::encoder)};
     // With few rows the memory has nothing to do between products, so threads that wait fetch the next one's weights.
     const bool few = step.tokens <= kFewRows && ThreadPool::instance().size() > 1;
     if (!few) fetch_for(entries_.end(), steps);
-    const auto start = entries_.begin() + std::min(first, entries_.size());
-    auto fetched = start;
-    for (auto entry = start; entry != entries_.end(); ++entry) {
+    auto fetched = entries_.begin();
+    for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
       if (few && fetched <= entry) fetched = fetch_for(entry + 1, steps);
       entry->op->run(steps[static_cast<int>(entry->rows)]);
-      if (std::isfinite(seconds) &&
-          std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count() >= seconds)
-        return entry + 1 - entries_.begin();
     }
-    return entries_.size();
+  }
+  // Runs a part of about so many seconds: from operation number `op` on, of which the rows before `row` are computed.
+  // The same of the next part. Between the parts of a step no other step of this tape may run.
+  std::pair<size_t, int64_t> run_for(const Step& step, size_t op, int64_t row, double seconds) const {
+    nb::gil_scoped_release release;
+    const Stopwatch part;
+    const auto mode = DenormalMode::flushed();
+    ThreadPool::Busy busy;
+    const Step steps[] = {step, step.over(Rows::sampled), step.over(Rows::encoder)};
+    fetch_for(entries_.end(), steps);
+    for (; op < entries_.size(); ++op, row = 0) {
+      row = run_rows(entries_[op], steps[static_cast<int>(entries_[op].rows)], row, part, seconds);
+      if (row > 0) return {op, row};
+      if (part.seconds() >= seconds) return {op + 1, 0};
+    }
+    return {op, 0};
   }
 
  private:
@@ -69,6 +84,32 @@ class Tape {
   using Iterator = std::vector<Entry>::const_iterator;
 
   static constexpr int64_t kFewRows = 16;
+  // Rows of an operation that are computed before the clock is read, at first.
+  static constexpr int64_t kRowsOfPart = 72;
+
+  // Rows from `row` on, while there is time: where to go on, or 0 if all are computed. What cannot be divided is run whole.
+  static int64_t run_rows(const Entry& entry, const Step& step, int64_t row, const Stopwatch& part, double seconds) {
+    if (step.tokens <= kRowsOfPart) {
+      entry.op->run(step);
+      return 0;
+    }
+    int64_t rows = kRowsOfPart;
+    while (row < step.tokens) {
+      const Stopwatch own;
+      const int64_t end = std::min(row + rows, step.tokens);
+      if (!entry.op->run_rows(step, row, end)) {
+        entry.op->run(step);
+        return 0;
+      }
+      const double left = seconds - part.seconds();
+      if (left <= 0) return end < step.tokens ? end : 0;
+      // As many as half the time that is left is enough for, by the last ones.
+      const double fitting = static_cast<double>(end - row) * left / (2 * std::max(own.seconds(), 1e-6));
+      rows = fitting > static_cast<double>(step.tokens) ? step.tokens : std::max(kRowsOfPart, static_cast<int64_t>(fitting));
+      row = end;
+    }
+    return 0;
+  }
 
   // Lets threads that wait fetch the weights of the first operation that has any, from this one on; returns it.
   Iterator fetch_for(Iterator entry, const Step* steps) const {
@@ -188,7 +229,7 @@ void bind_tape(nb::module_& m) {
       .def(nb::init<>())
       .def("append", &Tape::append, "op"_a, "rows"_a = Rows::tokens)
       .def("run", &Tape::run)
-      .def("run_for", &Tape::run_for, "step"_a, "first"_a, "seconds"_a)
+      .def("run_for", &Tape::run_for, "step"_a, "op"_a, "row"_a, "seconds"_a)
       .def("__len__", &Tape::size);
   nb::class_<Communicator>(m, "Communicator")
       .def("__init__",

@@ -38,7 +38,7 @@ class PartedForward:
         self._batch = batch
 
     def advance(self, seconds: float) -> ForwardOutput | None:
-        """Computes about so many seconds, at least one operation; the output once all of it is computed."""
+        """Computes about so many seconds, at least some rows of an operation; the output once all is computed."""
         batch, self._batch = self._batch, None
         assert batch is not None, "begin comes first"
         return self._forward(batch)

@@ -98,19 +98,20 @@ class PartedTape(PartedForward):
     def __init__(self, tape: Any, arena: Arena, output: ForwardOutput, forward: Forward) -> None:
         super().__init__(forward)
         self._tape, self._arena, self._output = tape, arena, output
-        self._next = 0
+        #: Number of the next operation, and its first row that is not computed.
+        self._next = 0, 0
 
     def begin(self, batch: ForwardBatch) -> None:
         """See ``PartedForward``."""
         super().begin(batch)
-        self._next = 0
+        self._next = 0, 0
 
     def advance(self, seconds: float) -> ForwardOutput | None:
         """See ``PartedForward``; the next batch overwrites the output."""
         batch = self._batch
         assert batch is not None, "begin comes first"
-        self._next = self._tape.run_for(step_of(batch), self._next, seconds)
-        if self._next < len(self._tape):
+        self._next = self._tape.run_for(step_of(batch), *self._next, seconds)
+        if self._next[0] < len(self._tape):
             return None
         self._batch = None
         return self._output.first(len(batch.token_ids), len(batch.sampled_rows))
