@@ -20,6 +20,7 @@ from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import Drop, Rename, Transform, transpose
 from octavo.models.config_reader import ConfigReader
 from octavo.models.gemma import GemmaConfig, GemmaForCausalLM, GemmaNorm
+from octavo.models.vision.pixels import read_pixels
 from octavo.models.vision.siglip import read_siglip
 from octavo.models.vision.text_part import fields_of
 from octavo.models.vision.tower import Tower, TowerInput, tower_context
@@ -41,7 +42,7 @@ class Gemma3Tower(Tower):
     def __init__(self, config: Gemma3Config, context: LayerContext) -> None:
         super().__init__()
         self.kernels, self._side, vision = context.kernels, config.pooled_side, config.vision
-        self.row_width = vision.row_width
+        self.row_width, self.max_rows = vision.row_width, vision.rows
         self.vision = self.attach("vision", VisionTransformer(vision, context))
         self.workspace = self.vision.kv_spec
         self.norm = self.attach("norm", GemmaNorm(context, vision.hidden_size, vision.layer_norm_eps))
@@ -91,7 +92,7 @@ class Gemma3ForConditionalGeneration(GemmaForCausalLM):
             raise UnsupportedModelError(
                 f"{reader.file}: vision_config has model_type {kind!r}; supported: siglip_vision_model"
             )
-        vision = read_siglip(replace(reader, raw=table))
+        vision = replace(read_siglip(replace(reader, raw=table)), normalisation=read_pixels(reader, "gemma3"))
         tokens = reader.positive("mm_tokens_per_image", 256)
         side = math.isqrt(tokens)
         if side * side != tokens or vision.side % side:

@@ -20,7 +20,7 @@ from octavo.layers.context import LayerContext
 from octavo.models.checkpoint import Rename
 from octavo.models.config_reader import ConfigReader
 from octavo.models.llama import LlamaForCausalLM
-from octavo.models.vision.pixels import patch_places
+from octavo.models.vision.pixels import patch_places, read_pixels
 from octavo.models.vision.siglip import read_siglip
 from octavo.models.vision.text_part import TEXT_NAMES, fields_of, read_text_part
 from octavo.models.vision.tower import Tower, TowerInput, tower_context
@@ -74,7 +74,7 @@ class Idefics3Tower(Tower):
     def __init__(self, config: Idefics3Config, context: LayerContext) -> None:
         super().__init__()
         self.kernels, self._merge = context.kernels, config.scale_factor
-        self.row_width = config.vision.row_width
+        self.row_width, self.max_rows = config.vision.row_width, config.vision.rows
         self.vision = self.attach("vision", FractionalTransformer(config.vision, context))
         self.workspace = self.vision.kv_spec
         inputs = config.vision.hidden_size * config.scale_factor**2
@@ -111,6 +111,7 @@ class Idefics3ForConditionalGeneration(LlamaForCausalLM):
         """The facts of a config.json of either architecture."""
         text = read_text_part(architecture, reader)
         vision = read_siglip(replace(reader, raw=reader.table("vision_config")), **_VISION)
+        vision = replace(vision, normalisation=read_pixels(reader, "idefics3"))
         scale = reader.positive("scale_factor", 2)
         if vision.side % scale:
             raise ConfigError(

@@ -20,6 +20,7 @@ from octavo.models.checkpoint import Rename
 from octavo.models.config_reader import ConfigReader, read_activation
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.vision.clip import read_clip
+from octavo.models.vision.pixels import read_pixels
 from octavo.models.vision.siglip import read_siglip
 from octavo.models.vision.text_part import TEXT_NAMES, fields_of, read_text_part
 from octavo.models.vision.tower import Tower, TowerInput, tower_context
@@ -55,7 +56,7 @@ class LlavaTower(Tower):
     def __init__(self, config: LlavaConfig, context: LayerContext) -> None:
         super().__init__()
         self.kernels, self._keeps_first = context.kernels, config.keeps_first
-        self.row_width = config.vision.row_width
+        self.row_width, self.max_rows = config.vision.row_width, config.vision.rows
         width, bias = config.hidden_size, config.projector_bias
         self.vision = self.attach("vision", VisionTransformer(config.vision, context))
         self.workspace = self.vision.kv_spec
@@ -135,4 +136,4 @@ def _read_vision(reader: ConfigReader) -> VitConfig:
             f"{reader.file}: vision_feature_layer must be 1 to {config.num_layers}, or -{config.num_layers} to -1, "
             f"not {layer}"
         )
-    return replace(config, num_layers=layers)
+    return replace(config, num_layers=layers, normalisation=read_pixels(reader, "llava"))

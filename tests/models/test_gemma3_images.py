@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.models.vision.pixels import SIGLIP_PIXELS
 from tests.models.tower_harness import (
+    SIGLIP_PIXELS,
     ImagePrompts,
     TowerDriver,
     assert_close,

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.models.config_files import read_model_config
 from octavo.models.idefics3 import Idefics3Config, _bucket
-from octavo.models.vision.pixels import SIGLIP_PIXELS
 from tests.models.tower_harness import (
+    SIGLIP_PIXELS,
     ImagePrompts,
     TowerDriver,
     assert_close,
@@ -48,11 +49,11 @@ VISION = {
 }
 
 
-def save_idefics3(folder: Path, family: str = "Idefics3") -> Any:
+def save_idefics3(folder: Path, family: str = "Idefics3", **vision: int) -> Any:
     import transformers
 
     config = getattr(transformers, f"{family}Config")(
-        vision_config=VISION,
+        vision_config=VISION | vision,
         text_config={"model_type": "llama", **TEXT},
         image_token_id=IMAGE,
         scale_factor=2,
@@ -81,6 +82,32 @@ def test_features_and_logits_are_those_of_transformers(tmp_path: Path, family: s
         if kernels.name == "cpu":
             check_bits(driver, image, other)
             assert torch.equal(prompts.run(tokens, features, [5, 1, 9, 3]), at_once)
+
+
+@pytest.mark.parametrize("head_dim", [72, 80])
+def test_heads_that_fill_no_registers(tmp_path: Path, head_dim: int) -> None:
+    model = save_idefics3(tmp_path, hidden_size=2 * head_dim)
+    image = random_image(1, 30, 30)
+    pixels = normal_pixels(image, SIGLIP_PIXELS)[None]
+    with torch.inference_mode():
+        expected = torch.cat(model.model.get_image_features(pixels).pooler_output)
+    for kernels in backends():
+        driver = TowerDriver.load(tmp_path, kernels)
+        assert_close(driver.features(driver.tower.prepare(image)), expected)
+
+
+def test_bfloat16_has_the_errors_of_bfloat16(tmp_path: Path) -> None:
+    model = save_idefics3(tmp_path)
+    image = random_image(2, 30, 30)
+    pixels = normal_pixels(image, SIGLIP_PIXELS)[None]
+    with torch.inference_mode():
+        expected = torch.cat(model.model.get_image_features(pixels).pooler_output)
+    for kernels in backends():
+        driver = TowerDriver.load(tmp_path, kernels, DType.BFLOAT16)
+        features = driver.features(driver.tower.prepare(image))
+        assert (features - expected).square().mean().sqrt() < 0.05 * expected.std()
+        if kernels.name == "cpu":
+            check_bits(driver, image, random_image(1, 30, 30, seed=1))
 
 
 def test_smaller_pieces_have_positions_of_their_relative_places(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.models.config_files import read_model_config
 from octavo.models.llava import LlavaConfig
-from octavo.models.vision.pixels import CLIP_PIXELS, SIGLIP_PIXELS
 from tests.models.tower_harness import (
+    CLIP_PIXELS,
+    SIGLIP_PIXELS,
     ImagePrompts,
     TowerDriver,
     assert_close,
@@ -106,6 +107,8 @@ def test_siglip_may_be_the_tower(tmp_path: Path) -> None:
 
     vision = SiglipVisionConfig(**VISION, vision_use_head=False)
     model = save_llava(tmp_path, vision, vision_feature_layer=-1, vision_feature_select_strategy="full")
+    said = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
     image = random_image(1, 20, 20)
     with torch.inference_mode():
         expected = torch.cat(list(model.get_image_features(normal_pixels(image, SIGLIP_PIXELS)).pooler_output))

@@ -19,6 +19,7 @@ from torch import Tensor
 from octavo.core.dtypes import DType
 from octavo.core.image_input import ImageInput
 from octavo.core.kv_spec import LayerGroup, group_layers
+from octavo.images.normalise import Normalisation
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
 from octavo.kernels.interface import Kernels
 from octavo.kernels.reference import ReferenceKernels
@@ -26,7 +27,6 @@ from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.models.config_files import read_model_config
 from octavo.models.network import Network
-from octavo.models.vision.pixels import Normalisation
 from octavo.models.vision.tower import Tower, TowerInput
 
 
@@ -56,9 +56,14 @@ def random_image(pieces: int, height: int, width: int, seed: int = 0) -> ImageIn
     return ImageInput.of(pixels)
 
 
+#: Colours as CLIP and SigLIP were trained with.
+CLIP_PIXELS = Normalisation((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), 1 / 255)
+SIGLIP_PIXELS = Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255)
+
+
 def normal_pixels(image: ImageInput, normalisation: Normalisation) -> Tensor:
     """The same pixels as transformers' towers take them: float32 [pieces, 3, height, width]."""
-    pixels = (image.array().astype(np.float64) * normalisation.scale - normalisation.mean) / normalisation.std
+    pixels = (image.array().astype(np.float64) * normalisation.rescale - normalisation.mean) / normalisation.std
     return torch.from_numpy(pixels.astype(np.float32)).permute(0, 3, 1, 2).contiguous()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from octavo.models.config_reader import ConfigReader
-from octavo.models.vision.pixels import CLIP_PIXELS
 from octavo.models.vision.vit import VitConfig, read_vit
 
 #: What config.json leaves out if it is the default of transformers.
@@ -21,4 +20,4 @@ _DEFAULTS = {
 
 def read_clip(reader: ConfigReader) -> VitConfig:
     """The facts of a ``vision_config``; features are those of a layer, without the norm after the last one."""
-    return read_vit(reader.with_defaults(**_DEFAULTS), CLIP_PIXELS, class_token=True, pre_norm=True)
+    return read_vit(reader.with_defaults(**_DEFAULTS), class_token=True, pre_norm=True)

@@ -2,78 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 
-from octavo.core.errors import ConfigError
+from octavo.images.image_settings import ImageSettings, read_settings
+from octavo.images.normalise import Normalisation, normalisation_of
+from octavo.models.config_reader import ConfigReader
 
-#: Files of a model folder that say how images are processed, the newest form first.
+#: Files of a model's folder that may say how images become pixels.
 _FILES = ("processor_config.json", "preprocessor_config.json")
-_MAX_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class Normalisation:
-    """Pixels become (pixel * scale - mean) / std, by colour."""
+def read_pixels(reader: ConfigReader, family: str) -> Normalisation:
+    """What the files beside config.json say; what the family has where there are none, as text needs none.
 
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    scale: float = 1 / 255
-
-    def __call__(self, pixels: np.ndarray) -> np.ndarray:
-        """Of uint8 [.., 3], float32."""
-        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
-        return (pixels.astype(np.float32) * np.float32(self.scale) - mean) / std
-
-
-#: Radford et al. 2021, as published with the network.
-CLIP_PIXELS = Normalisation((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-#: Zhai et al. 2023: -1 to 1.
-SIGLIP_PIXELS = Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-
-
-def read_normalisation(folder: Path, default: Normalisation) -> Normalisation:
-    """What the files beside config.json say; ``default`` where they say nothing.
+    ``family``: ``model_type`` of a config.json that has none.
 
     Raises:
         ConfigError: a value is of the wrong type or impossible.
     """
-    for name in _FILES:
-        file = folder / name
-        if not file.is_file() or file.stat().st_size > _MAX_BYTES:
-            continue
-        try:
-            raw = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as e:
-            raise ConfigError(f"{file} is not readable JSON: {e}") from None
-        values = raw.get("image_processor", raw) if isinstance(raw, dict) else None
-        if isinstance(values, dict) and ("image_mean" in values or "do_normalize" in values):
-            return _of(values, default, file)
-    return default
-
-
-def _of(values: dict[str, Any], default: Normalisation, file: Path) -> Normalisation:
-    scale = values.get("rescale_factor", default.scale) if values.get("do_rescale", True) else 1.0
-    if not isinstance(scale, int | float) or not 0 < scale < 2:
-        raise ConfigError(f"{file}: rescale_factor must be a number above 0, not {scale!r}")
-    if not values.get("do_normalize", True):
-        return Normalisation((0.0,) * 3, (1.0,) * 3, float(scale))
-    mean = _colours(values.get("image_mean") or default.mean, "image_mean", file)
-    std = _colours(values.get("image_std") or default.std, "image_std", file)
-    if min(std) <= 0:
-        raise ConfigError(f"{file}: image_std must be above 0, not {list(std)}")
-    return Normalisation(mean, std, float(scale))
-
-
-def _colours(given: Any, name: str, file: Path) -> tuple[float, ...]:
-    values = [given] * 3 if isinstance(given, int | float) else given
-    if not isinstance(values, list | tuple) or len(values) != 3 or not all(isinstance(v, int | float) for v in values):
-        raise ConfigError(f"{file}: {name} must be three numbers, one a colour, not {given!r}")
-    return tuple(float(value) for value in values)
+    folder, config = reader.file.parent, {**reader.raw, "model_type": reader.raw.get("model_type") or family}
+    if any((folder / name).is_file() for name in _FILES):
+        return normalisation_of(read_settings(folder, config))
+    return normalisation_of(ImageSettings(folder, config, {}, folder / _FILES[-1], {}))
 
 
 def patch_rows(pixels: np.ndarray, patch: int, merge: int = 1) -> np.ndarray:

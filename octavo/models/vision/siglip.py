@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.models.config_reader import ConfigReader
-from octavo.models.vision.pixels import SIGLIP_PIXELS
 from octavo.models.vision.vit import VitConfig, read_vit
 
 #: What config.json leaves out if it is the default of transformers.
@@ -21,4 +20,4 @@ _DEFAULTS = {
 
 def read_siglip(reader: ConfigReader, **defaults: Any) -> VitConfig:
     """The facts of a ``vision_config``; ``defaults`` are those of the family, where they are not SigLIP's."""
-    return read_vit(reader.with_defaults(**{**_DEFAULTS, **defaults}), SIGLIP_PIXELS, post_norm=True)
+    return read_vit(reader.with_defaults(**{**_DEFAULTS, **defaults}), post_norm=True)

@@ -7,7 +7,7 @@ mlp_norm} and post_norm.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.image_input import ImageInput
+from octavo.images.normalise import Normalisation
 from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
@@ -30,7 +31,7 @@ from octavo.layers.vocabulary import PositionEmbedding
 from octavo.models.checkpoint import CheckpointEntry, Rename
 from octavo.models.config_reader import ConfigReader, read_activation
 from octavo.models.encoder import EncoderConfig, PreNormLayer
-from octavo.models.vision.pixels import Normalisation, patch_places, patch_rows, read_normalisation
+from octavo.models.vision.pixels import patch_places, patch_rows
 from octavo.models.vision.tower import TowerInput
 
 #: Names of layers, as all checkpoints have them.
@@ -54,7 +55,7 @@ class VitConfig(EncoderConfig):
     #: Pixels of a side, of an image and of a patch.
     image_size: int = 224
     patch_size: int = 14
-    normalisation: Normalisation | None = None
+    normalisation: Normalisation = field(default_factory=Normalisation)
     #: Whether a token without pixels comes first, and patches have no bias.
     class_token: bool = False
     #: Whether there are norms before the first layer and after the last.
@@ -67,12 +68,17 @@ class VitConfig(EncoderConfig):
         return self.image_size // self.patch_size
 
     @property
+    def rows(self) -> int:
+        """Rows of the largest piece."""
+        return self.side**2 + self.class_token
+
+    @property
     def row_width(self) -> int:
         """Numbers of a patch."""
         return 3 * self.patch_size**2
 
 
-def read_vit(reader: ConfigReader, normalisation: Normalisation, **values: Any) -> VitConfig:
+def read_vit(reader: ConfigReader, **values: Any) -> VitConfig:
     """The facts of a ``vision_config`` that has every value; ``values`` are fields that config.json does not have.
 
     Raises:
@@ -103,7 +109,6 @@ def read_vit(reader: ConfigReader, normalisation: Normalisation, **values: Any) 
         mlp_bias=True,
         image_size=image,
         patch_size=patch,
-        normalisation=read_normalisation(reader.file.parent, normalisation),
     )
     return replace(config, **values)
 
@@ -168,9 +173,8 @@ class VisionTransformer(Layer):
         self.patches = self.attach(
             "patches", PatchEmbedding(context, width, (3, patch, patch), bias=not config.class_token)
         )
-        rows = config.side**2 + config.class_token
         table = ClassPositionEmbedding if config.class_token else PositionEmbedding
-        self.positions = self.attach("positions", table(context, rows, width))
+        self.positions = self.attach("positions", table(context, config.rows, width))
         self.pre_norm = self.attach("pre_norm", self._norm(context)) if config.pre_norm else None
         self.layers = [self.attach(f"layers.{i}", self._layer(context)) for i in range(config.num_layers)]
         self.post_norm = self.attach("post_norm", self._norm(context)) if config.post_norm else None
@@ -221,8 +225,7 @@ class VisionTransformer(Layer):
 
     def _rows(self, pixels: np.ndarray, positions: np.ndarray, merge: int) -> TowerInput:
         config = self.config
-        assert config.normalisation is not None
-        rows, first = patch_rows(config.normalisation(pixels), config.patch_size, merge), 0
+        rows, first = patch_rows(config.normalisation.rows(pixels), config.patch_size, merge), 0
         if config.class_token:
             rows, first = np.concatenate((np.zeros((1, rows.shape[1]), np.float32), rows)), 1
             positions = np.concatenate((np.zeros(1, np.int64), positions + 1))
