@@ -49,6 +49,11 @@ NETWORKS = {
     "PegasusForConditionalGeneration": ("pegasus", "octavo.models.marian", "PegasusForConditionalGeneration"),
     "Phi3ForCausalLM": ("phi3", "octavo.models.phi3", "Phi3ForCausalLM"),
     "PhiForCausalLM": ("phi", "octavo.models.phi", "PhiForCausalLM"),
+    "Qwen2_5_VLForConditionalGeneration": (
+        "qwen2_5_vl",
+        "octavo.models.qwen2_5_vl",
+        "Qwen25VLForConditionalGeneration",
+    ),
     "Qwen2ForCausalLM": ("qwen2", "octavo.models.llama", "LlamaForCausalLM"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "Qwen3ForCausalLM": ("qwen3", "octavo.models.llama", "LlamaForCausalLM"),

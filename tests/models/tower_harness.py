@@ -83,7 +83,8 @@ class TowerDriver:
             cache.group = group
             self.caches.append(cache)
         self.rows = kernels.zeros((tokens, tower.row_width), DType.FLOAT32)
-        size = BatchSize(tokens, segments, tokens, tokens, block_size, 2, -(-tokens // block_size))
+        blocks = -(-tokens // block_size)
+        size = BatchSize(tokens, segments, tokens, tokens, block_size, 2, blocks, tower.rotary_axes)
         self.forward = kernels.capture(self._forward, size)
 
     @classmethod
@@ -130,6 +131,7 @@ class TowerDriver:
             self.kernels,
             cross_lens=[count] * len(lens),
             cross_tables=np.tile(whole, (len(lens), 1)),
+            rotary_positions=piece.rotary_positions,
         )
         return replace(
             batch,
@@ -168,8 +170,9 @@ class ImagePrompts:
         self.config, self.facts = config, config.image_facts
         self.groups = group_layers(self.network.kv_specs)
         self.caches = kernels.make_cache(self.groups, [blocks] * len(self.groups), block_size)
-        size = BatchSize(256, 8, 256, blocks * block_size, block_size, len(self.groups))
-        self.forward = kernels.capture(self._forward, size)
+        axes = len(config.rope.sections)
+        self.size = BatchSize(256, 8, 256, blocks * block_size, block_size, len(self.groups), rotary_axes=axes)
+        self.forward = kernels.capture(self._forward, self.size)
         self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
 
     def _forward(self, batch: ForwardBatch) -> ForwardOutput:
@@ -207,6 +210,10 @@ class ImagePrompts:
                 until[place] = until[place + 1] if follows else place
         return until
 
+    def rotary_positions(self, start: int, end: int) -> np.ndarray | None:
+        """Of the prompt's tokens ``start`` to ``end``: see ``ForwardBatch``."""
+        return None
+
     def _chunk(self, ids: np.ndarray, start: int, end: int, table: list[int], until: np.ndarray | None) -> Tensor:
         tables = np.array([[table]] * len(self.groups), np.int32)
         seen = None
@@ -214,7 +221,14 @@ class ImagePrompts:
             seen = until[start:end]
             assert seen.max() < end, "an image is cut"
         batch = make_batch(
-            [end - start], [end], tables, self.block_size, self.kernels, token_ids=ids[start:end], sees_until=seen
+            [end - start],
+            [end],
+            tables,
+            self.block_size,
+            self.kernels,
+            token_ids=ids[start:end],
+            sees_until=seen,
+            rotary_positions=self.rotary_positions(start, end),
         )
         batch.sampled_rows, batch.all_sampled = self.kernels.wrap(np.arange(end - start)), True
         with self.kernels.mode():

@@ -34,6 +34,8 @@ class TowerInput:
     feature_rows: np.ndarray
     #: Rows that attend to each other, which lie behind each other; their sum is T. The sequences of the batch.
     segments: tuple[int, ...]
+    #: int64 [``Tower.rotary_axes``, T]: ``ForwardBatch.rotary_positions``, of a tower that has any.
+    rotary_positions: np.ndarray | None = None
 
 
 class Tower(Layer, ABC):
@@ -43,6 +45,8 @@ class Tower(Layer, ABC):
     row_width: int
     #: Most rows of a piece; None: as many as the image has.
     max_rows: int | None = None
+    #: Positions of a row that sections of a head are rotated by, such as line and column.
+    rotary_axes: int = 0
     #: Keys and values of a layer for the rows of one batch. Group 0 has block tables by segment; group 1 has one
     #: context of all rows, which ``AttentionSpec.cross`` sees whole (the batch's cross tables).
     workspace: KVSpec
