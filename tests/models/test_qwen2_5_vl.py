@@ -20,9 +20,9 @@ from octavo.core.request import Feature
 from octavo.kernels.interface import Kernels
 from octavo.models.config_files import read_model_config
 from octavo.models.qwen2_5_vl import Qwen25VLConfig
-from octavo.models.vision.pixels import CLIP_PIXELS
 from octavo.runner.rotary_positions import RotaryPositions
 from tests.models.tower_harness import (
+    CLIP_PIXELS,
     ImagePrompts,
     TowerDriver,
     assert_close,

@@ -8,13 +8,14 @@ and merger.{norm, fc1, fc2}.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.image_input import ImageInput
 from octavo.core.model_config import ModelConfig, RopeConfig
+from octavo.images.normalise import Normalisation
 from octavo.kernels.arrays import Array, ArrayMaker
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
@@ -31,7 +32,7 @@ from octavo.layers.rope import RotaryRows, rotary_values
 from octavo.models.checkpoint import CheckpointEntry, Pairs, Rename, Shapes, Split, has_values, without_values
 from octavo.models.config_reader import ConfigReader, read_activation
 from octavo.models.llama import LlamaLayer
-from octavo.models.vision.pixels import CLIP_PIXELS, Normalisation, patch_places, patch_rows, read_normalisation
+from octavo.models.vision.pixels import patch_places, patch_rows, read_pixels
 from octavo.models.vision.tower import Tower, TowerInput
 from octavo.models.vision.vit import PatchEmbedding, Projection
 
@@ -105,7 +106,7 @@ def read_qwen_vision(reader: ConfigReader) -> QwenVisionConfig:
         o_bias=True,
         mlp_bias=True,
         activation=read_activation(reader, "hidden_act", "silu"),
-        normalisation=read_normalisation(reader.file.parent, CLIP_PIXELS),
+        normalisation=read_pixels(replace(reader, raw={}), "qwen2_5_vl"),
         patch_size=patch,
         merge=merge,
         window=window // merge // patch,
@@ -219,7 +220,7 @@ class QwenTower(Tower):
         config, square = self.config, self.config.merge**2
         lines, columns = (side // config.patch_size for side in pixels.shape[:2])
         order, lens = _windows(lines // config.merge, columns // config.merge, config.window)
-        patches = patch_rows(config.normalisation(pixels), config.patch_size, config.merge)
+        patches = patch_rows(config.normalisation.rows(pixels), config.patch_size, config.merge)
         places = np.stack(patch_places(lines, columns, config.merge))
         rows = patches.reshape(len(order), square, -1)[order].reshape(len(patches), -1)
         segments = square * lens
