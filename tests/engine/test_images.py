@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
-from octavo import LLM, RequestOutput, SamplingParams
+from octavo import LLM, AsyncLLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.errors import InvalidRequestError
 from tests.image_models import picture, save_gemma3, save_llava
 from tests.whole_outputs import all_of, everything
@@ -112,6 +115,58 @@ def test_the_same_bits_in_company(
         assert sum(output.metrics.num_preemptions for output in [*outputs, *again]) > 0
     if not options:
         assert again[1].metrics.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_the_same_bits_of_several_workers(
+    models: Models, alone: Callable[[str], list[Any]], layout: Literal["tensor_parallel_size", "pipeline_parallel_size"]
+) -> None:
+    llm = load(models("llava")[0], **{layout: 2})
+    assert all_of(llm.generate(prompts("llava"), PARAMS, use_tqdm=False)) == alone("llava")
+
+
+def test_the_same_bits_after_sleep(models: Models, alone: Callable[[str], list[Any]]) -> None:
+    llm = load(models("llava")[0])
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up()
+        assert all_of(llm.generate(prompts("llava"), PARAMS, use_tqdm=False)) == alone("llava")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_branches_and_beams_share_what_they_see(models: Models, family: str) -> None:
+    folder, given = models(family)[0], prompts(family)
+    params = SamplingParams(n=3, temperature=0.9, seed=4, max_tokens=6, logprobs=1, prompt_logprobs=0)
+    together = load(folder).generate(given, params, use_tqdm=False)
+    assert all_of(together) == [everything(load(folder).generate(p, params, use_tqdm=False)[0]) for p in given]
+    beams = BeamSearchParams(beam_width=3, max_tokens=6)
+    found = load(folder).beam_search(given, beams)
+    for output, prompt in zip(found, given, strict=True):
+        [one] = load(folder).beam_search([prompt], beams)
+        assert [s.tokens for s in output.sequences] == [s.tokens for s in one.sequences]
+
+
+def test_a_killed_engine_is_a_pause(models: Models, alone: Callable[[str], list[Any]]) -> None:
+    async def main() -> list[Any]:
+        async with AsyncLLM(models("llava")[0], dtype="float32", num_gpu_blocks_override=300) as llm:
+            taken = 0
+
+            async def answer(number: int) -> RequestOutput:
+                nonlocal taken
+                total = None
+                async for output in await llm.submit(str(number), prompts("llava")[number], PARAMS[number]):
+                    total = output if total is None else total + output
+                    taken += 1
+                    if taken == 12 and (pid := llm.replica_states()[0].pid) is not None:
+                        os.kill(pid, signal.SIGKILL)
+                assert total is not None
+                return total
+
+            answers = await asyncio.gather(*map(answer, range(6)))
+            assert llm.replica_states()[0].num_restarts == 1
+            return [everything(output) for output in answers]
+
+    assert asyncio.run(main()) == alone("llava")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
