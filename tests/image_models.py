@@ -16,6 +16,7 @@ SPECIAL = [
     "<start_of_image>",
     "<end_of_image>",
     "<image_soft_token>",
+    "<|image_pad|>",
 ]
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -106,6 +107,34 @@ def save_gemma3(folder: Path) -> Any:
     )
     _write(folder, {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 64, "width": 64}})
     return _save(folder, Gemma3ForConditionalGeneration(config))
+
+
+def save_qwen2_5_vl(folder: Path) -> Any:
+    """Qwen2.5-VL whose images have 4 to 64 features of 8 x 8 pixels, and its transformers model."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    vocab = save_tokenizer(folder, "<|image_pad|>")
+    vision: dict[str, Any] = {"depth": 3, "hidden_size": 48, "intermediate_size": 64, "num_heads": 3}
+    vision |= {"patch_size": 4, "spatial_merge_size": 2, "window_size": 24, "fullatt_block_indexes": [1]}
+    vision |= {"out_hidden_size": 64}
+    rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 3, 3]}
+    config = Qwen2_5_VLConfig(
+        vision_config=vision,
+        text_config={**_TEXT, "vocab_size": vocab, "rope_parameters": rope},
+        image_token_id=SPECIAL.index("<|image_pad|>"),
+        video_token_id=vocab + 1,
+    )
+    _write(
+        folder,
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"shortest_edge": 4 * 64, "longest_edge": 64 * 64},
+            "patch_size": 4,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+    )
+    return _save(folder, Qwen2_5_VLForConditionalGeneration(config))
 
 
 def _write(folder: Path, settings: dict[str, Any]) -> None:

@@ -25,7 +25,9 @@ _LEAST_ROWS = 64
 
 def tower_bytes(tower: Tower, options: EngineConfig, config: ModelConfig) -> int:
     """About the bytes that a tower takes beside its weights, and the features that are kept, for the largest piece."""
-    rows = tower.max_rows or 4 * (options.max_model_len or config.max_position)
+    rows = 4 * (options.max_model_len or config.max_position)
+    if tower.max_rows is not None:
+        rows = min(rows, tower.max_rows)
     width = tower.workspace.num_kv_heads * tower.workspace.head_dim
     # Stream, norm, queries, keys, values, what attention gives and a feed-forward network of four times the width.
     return 4 * rows * (tower.row_width + 14 * width) + options.image_cache_bytes
@@ -64,7 +66,7 @@ class TowerRunner:
         while segments < len(piece.segments):
             segments *= 2
         blocks = -(-rows // self._block_size)
-        self._size = BatchSize(rows, segments, rows, rows, self._block_size, 2, blocks)
+        self._size = BatchSize(rows, segments, rows, rows, self._block_size, 2, blocks, self._tower.rotary_axes)
         self._rows = self._kernels.zeros((rows, self._tower.row_width), DType.FLOAT32)
         # Each segment begins at a block.
         caches = [self._workspace(0, blocks + segments), self._workspace(1, blocks)]
@@ -105,7 +107,7 @@ class TowerRunner:
             "block_tables": tables,
             "adapters": np.full(count, -1, np.int32),
             "sees_until": np.full(count, -1, np.int32),
-            "rotary_positions": NO_ROTARY_POSITIONS,
+            "rotary_positions": NO_ROTARY_POSITIONS if piece.rotary_positions is None else piece.rotary_positions,
             "cross_lens": np.full(len(lens), count, np.int32),
             "cross_tables": np.broadcast_to(whole, (len(lens), len(whole))).copy(),
         }

@@ -271,6 +271,7 @@ QWEN_3B: dict[str, Any] = {
 
 def test_the_published_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN_3B))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 3136, "max_pixels": 12845056}))
     config = read_model_config(tmp_path)
     assert isinstance(config, Qwen25VLConfig)
     assert config.head_dim == 128 and config.qkv_bias and not config.o_bias and config.tie_word_embeddings
@@ -279,4 +280,5 @@ def test_the_published_configuration(tmp_path: Path) -> None:
     assert config.image_facts is not None and config.image_facts.token_id == 151655
     vision = config.vision
     assert vision.head_dim == 80 and vision.full_layers == {7, 15, 23, 31} and vision.window == 4
+    assert vision.max_patches == 65536
     assert vision.normalisation == CLIP_PIXELS and vision.activation == "silu" and vision.rope.theta == 10000.0

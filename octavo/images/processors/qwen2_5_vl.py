@@ -63,9 +63,7 @@ def read_qwen2_5_vl(settings: ImageSettings) -> Qwen2_5_VLProcessor:
     Raises:
         ConfigError: see ``read_image_processor``.
     """
-    size = settings.sizes("size", {})
-    smallest = settings.pixels("min_pixels", settings.pixels("shortest_edge", 56 * 56, size))
-    largest = settings.pixels("max_pixels", settings.pixels("longest_edge", 28 * 28 * 1280, size))
+    smallest, largest = pixel_bounds(settings)
     patch, merge = settings.integer("patch_size", 14), settings.integer("merge_size", 2)
     for name, used, of_network in (
         ("patch_size", patch, settings.integer("patch_size", 14, settings.vision)),
@@ -86,3 +84,14 @@ def read_qwen2_5_vl(settings: ImageSettings) -> Qwen2_5_VLProcessor:
         max_pixels=largest,
         resample=settings.resample(_BICUBIC),
     )
+
+
+def pixel_bounds(settings: ImageSettings) -> tuple[int, int]:
+    """The least and the most pixels that images are scaled to.
+
+    Raises:
+        ConfigError: one is of the wrong type or impossible.
+    """
+    size = settings.sizes("size", {})
+    smallest = settings.pixels("min_pixels", settings.pixels("shortest_edge", 56 * 56, size))
+    return smallest, settings.pixels("max_pixels", settings.pixels("longest_edge", 28 * 28 * 1280, size))

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.image_input import ImageInput
 from octavo.core.model_config import ModelConfig, RopeConfig
+from octavo.images.image_settings import read_settings
 from octavo.images.normalise import Normalisation
+from octavo.images.processors.qwen2_5_vl import pixel_bounds
 from octavo.kernels.arrays import Array, ArrayMaker
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
@@ -63,6 +66,8 @@ class QwenVisionConfig(ModelConfig):
     full_layers: frozenset[int]
     #: Width of the features.
     outputs: int
+    #: Patches of the largest image, where the model's files say how large one may be.
+    max_patches: int | None
 
 
 def read_qwen_vision(reader: ConfigReader) -> QwenVisionConfig:
@@ -112,7 +117,16 @@ def read_qwen_vision(reader: ConfigReader) -> QwenVisionConfig:
         window=window // merge // patch,
         full_layers=frozenset(full),
         outputs=reader.positive("out_hidden_size"),
+        max_patches=_max_patches(reader.file.parent, patch),
     )
+
+
+def _max_patches(folder: Path, patch: int) -> int | None:
+    try:
+        _, pixels = pixel_bounds(read_settings(folder, {}))
+    except ConfigError:  # it is told where images are to be processed
+        return None
+    return pixels // patch**2
 
 
 @dataclass(frozen=True)
@@ -188,7 +202,7 @@ class QwenTower(Tower):
         super().__init__()
         self.config = config
         size = config.patch_size
-        self.row_width = 3 * size**2
+        self.row_width, self.max_rows = 3 * size**2, config.max_patches
         self.patches = self.attach("patches", PatchEmbedding(context, config.hidden_size, (3, size, size), bias=False))
         self._angles = PlaceAngles(config.head_dim, config.rope.theta, context.kernels)
         self.layers = [self.attach(f"layers.{i}", self._layer(i, context)) for i in range(config.num_layers)]
