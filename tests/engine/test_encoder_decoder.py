@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import msgspec
 import pytest
 import torch
 
-from octavo import LLM, BeamSearchParams, InvalidRequestError, SamplingParams
+from octavo import LLM, AsyncLLM, BeamSearchParams, InvalidRequestError, SamplingParams
 from octavo.core.errors import ConfigError
 from octavo.core.request import EngineCoreRequest
 from octavo.engine.core import EngineCore
 from octavo.engine.llm_engine import LLMEngine
 from tests.engine.test_recovery import Killer
+from tests.engine.test_restarts import kill, stream
 from tests.models.seq2seq import save_seq2seq
 from tests.models.test_bart import bart
 from tests.whole_outputs import everything
@@ -338,6 +340,26 @@ def test_an_input_that_never_fits_is_ignored(folder: Path) -> None:
     assert bad.outputs[0].finish_reason == "ignored"
     assert "an encoder's input of 70" in str(bad.outputs[0].error)
     assert len(good.outputs[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"data_parallel_size": 2}], ids=["one core", "two replicas"])
+def test_a_killed_core_is_a_pause(folder: Path, model: Any, alone: list[Any], options: dict[str, Any]) -> None:
+    async def main() -> list[Any]:
+        async with AsyncLLM(str(folder), **OPTIONS, **options) as llm:
+            taken = 0
+
+            def took() -> None:
+                nonlocal taken
+                taken += 1
+                if taken == 25:
+                    kill(llm)
+
+            work = enumerate(zip(PROMPTS, PARAMS, strict=True))
+            outputs = await asyncio.gather(*(stream(llm, str(i), prompt, params, took) for i, (prompt, params) in work))
+            assert sum(state.num_restarts for state in llm.replica_states()) == 1
+            return [everything(output) for output in outputs]
+
+    assert asyncio.run(main()) == alone
 
 
 def test_there_are_no_vectors(llm: LLM) -> None:
