@@ -26,6 +26,7 @@ from octavo.core.adapters import LoRARequest
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.near_names import did_you_mean
+from octavo.core.prompts import TokensPrompt
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.loader.builtin import BUILTIN
 
@@ -45,10 +46,11 @@ ANSWER_ROOM = 256
 #: Parameters that have no meaning for one answer shown as text.
 LEAVE_OUT = ("n", "best_of", "logprobs", "prompt_logprobs", "detokenize")
 
-COMMANDS = ("/reset", "/system", "/exit", "/help")
+COMMANDS = ("/reset", "/system", "/image", "/exit", "/help")
 HELP = """\
 /reset         forget the conversation
 /system TEXT   set the system message (empty: remove it) and forget the conversation
+/image FILE    show the model an image with the next question; several: one after the other
 /exit          leave (Ctrl-D too)
 Ctrl-C stops an answer.
 A line that ends with a backslash goes on in the next one; what stands between \"\"\" and \"\"\" is one message.
@@ -164,7 +166,18 @@ class Conversation:
     def reset(self, system: str | None) -> None:
         """Starts a new conversation with this system message, or without one."""
         self.system = system
+        #: Parts of the next question.
+        self.images: list[dict[str, Any]] = []
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+
+    def show(self, path: str) -> None:
+        """Puts an image before the next question; one that cannot be read is reported."""
+        from octavo.cli.image_files import read_images
+
+        try:
+            self.images += [{"type": "image", "image": image} for image in read_images(self.engine.inputs, [path])]
+        except ConfigError as e:
+            self._report(str(e))
 
     def ask(self, question: str) -> None:
         """Streams the answer to the terminal. A question that fails is reported and not kept.
@@ -176,7 +189,7 @@ class Conversation:
         context = self.engine.inputs.max_model_len
         try:
             messages, prompt, dropped = self._fitted(question, context)
-            room, limit = context - len(prompt), self.params.max_tokens
+            room, limit = context - len(prompt["prompt_token_ids"]), self.params.max_tokens
             params = msgspec.structs.replace(self.params, output_kind=RequestOutputKind.DELTA)
             if limit is not None and limit > room > 0:
                 params = msgspec.structs.replace(params, max_tokens=room)
@@ -193,22 +206,25 @@ class Conversation:
         if error is not None:
             self._report(error)
             return
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        self.messages, self.images = [*messages, {"role": "assistant", "content": answer}], []
         if reason == "length" and (limit is None or limit > room):
             print(f"octavo: the answer is cut: the context of {context} tokens is full", file=sys.stderr)
 
-    def _fitted(self, question: str, context: int) -> tuple[list[dict[str, Any]], list[int], int]:
-        """(messages with the question, their token ids, turns that had to be dropped so that an answer fits)."""
+    def _fitted(self, question: str, context: int) -> tuple[list[dict[str, Any]], TokensPrompt, int]:
+        """(messages with the question, their prompt, turns that had to be dropped so that an answer fits)."""
+        from octavo.engine.chat_images import chat_prompt
+
         limit = self.params.max_tokens
         room = min(ANSWER_ROOM, context // 4) if limit is None else min(limit, context // 2)
         first = 1 if self.system else 0
-        kept = [*self.messages, {"role": "user", "content": question}]
-        prompt = self.engine.tokenizer.encode_chat(kept)
+        content = [*self.images, {"type": "text", "text": question}] if self.images else question
+        kept = [*self.messages, {"role": "user", "content": content}]
+        prompt = chat_prompt(self.engine.inputs, kept)
         dropped = 0
-        while len(prompt) + room > context and len(kept) > first + 1:
+        while len(prompt["prompt_token_ids"]) + room > context and len(kept) > first + 1:
             del kept[first : first + 2]  # a question and its answer
             dropped += 1
-            prompt = self.engine.tokenizer.encode_chat(kept)
+            prompt = chat_prompt(self.engine.inputs, kept)
         return kept, prompt, dropped
 
     def _stream(self, request_id: str) -> tuple[str, str | None, str | None]:
@@ -247,6 +263,8 @@ def _run_command(conversation: Conversation, line: str) -> bool:
         conversation.reset(conversation.system)
     elif command == "/system":
         conversation.reset(rest.strip() or None)
+    elif command == "/image":
+        conversation.show(rest.strip())
     elif command == "/help":
         print(HELP, end="", file=sys.stderr)
     else:

@@ -18,6 +18,7 @@ from octavo.cli.engine_flags import (
     read_lora,
     take_model,
 )
+from octavo.cli.image_files import read_images
 from octavo.cli.parsing import (
     EXIT_FAILED,
     Arguments,
@@ -45,6 +46,7 @@ EXAMPLE = """\
 examples:
   octavo generate smollm2-135m "The capital of France is" "Two and two make" --temperature 0
   octavo generate smollm2-135m --chat "Name three rivers." --max-tokens 64
+  octavo generate HuggingFaceTB/SmolVLM-256M-Instruct --chat --image photo.jpg "What is this?"
   octavo generate smollm2-135m "List all users" --lora sql=adapters/sql
   octavo generate smollm2-135m --input prompts.jsonl --json answers.jsonl
   octavo generate smollm2-135m "The capital of France is" --beam-width 4 --max-tokens 16
@@ -70,6 +72,14 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--input", metavar="FILE", help="take prompts from this file, or from standard input (-)")
     parser.add_argument("--chat", action="store_true", help="pass each prompt through the model's chat template")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an image that comes with each prompt, for models that see them; several: give it again. They take the "
+        "places of the placeholders in the prompt, or stand before it",
+    )
     parser.add_argument(
         "--priority",
         type=number,
@@ -102,7 +112,7 @@ def run(arguments: Arguments) -> int:
         from octavo.engine.model_files import find_files
 
         files = find_files(config)
-        _check(files, jobs, arguments.group(PREFIX))
+        _check(files, jobs, arguments.group(PREFIX), arguments.image)
         engine = None
         if not all(job.error for job in jobs):
             engine = LLMEngine(files)
@@ -128,13 +138,21 @@ def run(arguments: Arguments) -> int:
     return EXIT_FAILED if figures.failed else 0
 
 
-def _check(files: ModelFiles, jobs: list[Job], given: Mapping[str, Any]) -> None:
-    """Gives the jobs the model's defaults of parameters that are not ``given``, and checks them before it is loaded."""
+def _check(files: ModelFiles, jobs: list[Job], given: Mapping[str, Any], images: list[str]) -> None:
+    """Gives the jobs the images and the model's defaults of parameters that are not ``given``.
+
+    They are checked before the model is loaded.
+
+    Raises:
+        ConfigError: an image cannot be read, or the model sees none.
+    """
     from octavo.engine.input_processor import InputProcessor
 
     inputs = InputProcessor(files)
+    found = read_images(inputs, images)
     defaults = {name: value for name, value in files.default_sampling.items() if name not in given}
     for job in jobs:
+        job.images = found
         job.take_defaults(defaults)
         job.check(inputs)
 

@@ -225,6 +225,7 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
         "architecture": config.architecture,
         "tasks": list(tasks),
         **_pooling_facts(config, tasks),
+        **_image_facts(config, folder),
         "checkpoint_dtype": config.checkpoint_dtype,
         "quantization": None if config.quantization is None else config.quantization.name,
         "weight_bytes": sum(file.stat().st_size for file in files) or None,
@@ -264,6 +265,21 @@ def _pooling_facts(config: ModelConfig, tasks: Sequence[str]) -> dict[str, Any]:
         "dimensions": list(pooler.dimensions) if pooler.dimensions is not None else "any",
         "prompts": list(pooler.prompts),
         "max_text_length": config.default_length,
+    }
+
+
+def _image_facts(config: ModelConfig, folder: Path) -> dict[str, Any]:
+    """Of a model that sees images: most tokens of one, and what stands for it in a prompt."""
+    if config.image_facts is None:
+        return {}
+    from octavo.images.processors import read_image_processor
+    from octavo.models.config_files import read_json
+
+    processor = read_image_processor(folder, read_json(folder / "config.json"))
+    return {
+        "inputs": ["text", "image"],
+        "image_placeholder": processor.placeholder,
+        "tokens_of_an_image": processor.max_features,
     }
 
 

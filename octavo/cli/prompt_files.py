@@ -20,6 +20,7 @@ from octavo.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.engine.input_processor import InputProcessor
+    from octavo.images.processor import ProcessedImage
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "encoder_prompt", "messages")
 _BEAM_KEYS = ("beam_width", "length_penalty", "early_stopping")
@@ -45,16 +46,21 @@ class Job:
     own: frozenset[str] = frozenset()
     #: As the engine takes it, once ``check`` has made its tokens.
     tokenized: Prompt = field(default_factory=list)
+    #: Images beside a text.
+    images: list[ProcessedImage] = field(default_factory=list)
 
     def check(self, inputs: InputProcessor) -> None:
         """Makes its tokens and checks it as the engine will; ``error`` is set if it cannot be served."""
         if self.error is not None:
             return
         try:
-            prompt: Prompt = self.prompt if self.messages is None else inputs.tokenizer.encode_chat(self.messages)
+            prompt = self._as_prompt(inputs)
             if inputs.encoder_prompts is not None:
                 prompt = cast("Prompt", inputs.encoder_prompts.split(prompt))
             token_ids = inputs.process(str(self.index), prompt, self.params, self.options).prompt_token_ids
+            if isinstance(prompt, dict) and "multi_modal_data" in prompt:
+                self.tokenized = cast("Prompt", prompt)
+                return
             is_text = isinstance(prompt, str) and self.messages is None
             tokens: TokensPrompt = {"prompt_token_ids": token_ids}
             if is_text:
@@ -62,6 +68,28 @@ class Job:
             self.tokenized = tokens if inputs.encoder_prompts is None else prompt
         except (InvalidRequestError, TokenizerError) as e:
             self.error = str(e)
+
+    def _as_prompt(self, inputs: InputProcessor) -> Prompt:
+        """What is asked, with the images in their places: in a chat, or in a text without places, before it."""
+        from octavo.engine.chat_images import chat_prompt
+
+        parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in self.images]
+        if self.messages is not None:
+            messages = self.messages
+            if parts:
+                *before, last = messages
+                text = last.get("content")
+                if not isinstance(text, str):
+                    raise InvalidRequestError("--image goes with texts: these messages have parts of their own")
+                messages = [*before, {**last, "content": [*parts, {"type": "text", "text": text}]}]
+            return chat_prompt(inputs, messages) if inputs.image_prompts else inputs.tokenizer.encode_chat(messages)
+        if not parts or inputs.image_prompts is None:
+            return self.prompt
+        if not isinstance(self.prompt, str):
+            raise InvalidRequestError("--image goes with texts, not with token ids")
+        place = inputs.image_prompts.processor.placeholder
+        text = self.prompt if place in self.prompt else place * len(parts) + self.prompt
+        return {"prompt": text, "multi_modal_data": {"image": self.images}}
 
     @property
     def has_one_answer(self) -> bool:

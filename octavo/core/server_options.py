@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 
 from octavo.core.errors import ConfigError
 from octavo.core.option_parts import AdapterOptions
@@ -33,6 +34,16 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except ValueError as e:
         raise ValueError(f"it is no JSON: {e}") from None
+
+
+def _words(value: Any) -> Any:
+    return tuple(names(value)) if isinstance(value, str) else value
+
+
+def _networks(value: tuple[str, ...]) -> tuple[str, ...]:
+    for text in value:
+        ipaddress.ip_network(text)  # its error names the text
+    return value
 
 
 def _modules(value: Any) -> Any:
@@ -103,8 +114,8 @@ class ServerOptions(BaseModel):
     sandbox_seconds_per_client: float = Field(
         60.0,
         gt=0,
-        description="Seconds of processor time within a minute that one client's new schemas, grammars and chat "
-        "templates may take (a client is an API key, or an address where no key is needed); 429 beyond.",
+        description="Seconds of processor time within a minute that one client's new schemas, grammars, chat templates "
+        "and images may take (a client is an API key, or an address where no key is needed); 429 beyond.",
     )
     max_sequences_per_request: int = Field(
         256, ge=1, description="Most sequences that one request may ask for: prompts times n (or best_of)."
@@ -118,6 +129,33 @@ class ServerOptions(BaseModel):
     )
     max_audio_seconds: float = Field(
         14_400.0, gt=0, description="Longest recording, in seconds of audio; refused with 400 beyond."
+    )
+    max_image_bytes: ByteSize = Field(
+        ByteSize(20 << 20),
+        ge=1024,
+        description="Largest file of an image in a conversation, in bytes or with a unit (20MiB); refused with 400 "
+        "beyond. One in base64 takes a third more of max_body_bytes.",
+    )
+    max_image_pixels: int = Field(
+        1 << 26,
+        ge=1,
+        description="Most pixels of an image, width times height; refused with 400 beyond, before they are decoded.",
+    )
+    allow_image_urls: bool = Field(
+        False,
+        description="Fetch images from URLs (http, https) that requests name; else only files within requests are "
+        "taken. Nothing is fetched from addresses that are not public.",
+    )
+    allowed_media_domains: Annotated[tuple[str, ...], BeforeValidator(_words)] = Field(
+        (), description="Hosts that images may be fetched from, with commas between; default: all."
+    )
+    image_url_networks: Annotated[tuple[str, ...], BeforeValidator(_words), AfterValidator(_networks)] = Field(
+        (),
+        description="Networks that images may be fetched from although their addresses are not public, such as "
+        "10.1.0.0/16, with commas between.",
+    )
+    image_url_seconds: float = Field(
+        10.0, gt=0, description="Seconds that fetching an image may take, redirects included."
     )
     max_prompt_chars: int | None = Field(
         None,

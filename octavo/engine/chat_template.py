@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from octavo.engine.tool_messages import CallFormat, fit_tools
 
 #: Written after a message that is to be continued, to find its end in what the template writes.
 _END = "END_OF_CONTINUED_MESSAGE "
+#: Stands for an image in a text, until the template gets it as a part or as its placeholder; characters of no text.
+_IMAGE = "\ufdd0image\ufdd1"
+#: A template that writes images names the type of such parts.
+_WRITES_IMAGES = re.compile(r"""['"]image['"]""")
 
 
 def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
@@ -89,23 +94,25 @@ def render_chat(template: str, messages: Sequence[Mapping[str, Any]], /, **optio
 
     Args:
         template: its text.
-        messages: each with ``role`` and ``content``: a text, or a list of ``{"type": "text", "text": ...}`` parts,
-            which are joined with line breaks.
+        messages: each with ``role`` and ``content``: a text, or a list of parts ``{"type": "text", "text": ...}``, of
+            which neighbours are joined with line breaks, and ``{"type": "image"}``.
         options: ``add_generation_prompt`` (default true): ends with what opens the assistant's answer.
             ``continue_final_message`` (false): ends with the last message's text instead of what closes it, so that it
             is continued. ``tools``: JSON schemas of callable tools. ``call_format``: how the model writes calls; see
-            ``fit_tools``. Others are further names that the template may use.
+            ``fit_tools``. ``image_placeholder``: of a model that sees images, what stands for one where the template
+            takes text alone. Others are further names that the template may use.
 
     Raises:
         InvalidRequestError: a message is malformed, the options contradict each other, or the template refuses the
             conversation; with its own words.
         TokenizerError: the template is not valid, or does what a template must not.
     """
-    return _render(template, list(_checked(messages)), **options)
+    return _render(template, list(_checked(messages, options)), **options)
 
 
-def _checked(messages: object) -> list[_Message]:
-    checked = [_message(i, message) for i, message in enumerate(_listed("messages", messages))]
+def _checked(messages: object, options: Mapping[str, Any]) -> list[_Message]:
+    sees = options.get("image_placeholder") is not None
+    checked = [_message(i, message, sees) for i, message in enumerate(_listed("messages", messages))]
     if not checked:
         raise InvalidRequestError("messages must not be empty")
     return checked
@@ -119,6 +126,7 @@ def _render(
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     call_format: CallFormat | None = None,
+    image_placeholder: str | None = None,
     **variables: Any,
 ) -> str:
     if continue_final_message:
@@ -131,6 +139,8 @@ def _render(
     plain_tools = None if tools is None else [_plain(tool, "tools") for tool in _listed("tools", tools)]
     if call_format is not None:
         plain_tools = fit_tools(checked, plain_tools, call_format, template, template_variables(template))
+    if image_placeholder is not None:
+        _put_images(checked, template, image_placeholder)
     plain_variables = {name: _plain(value, name) for name, value in variables.items()}
     values: dict[str, Any] = {"messages": checked, "tools": plain_tools, "documents": None}
     values |= {"add_generation_prompt": bool(add_generation_prompt), **plain_variables}
@@ -161,7 +171,7 @@ def render_and_read(
     Raises:
         InvalidRequestError, TokenizerError: as ``render_chat``.
     """
-    checked = _checked(messages)
+    checked = _checked(messages, options)
     text = _render(template, list(checked), **options)
     return text, [name in checked[index].read for index, name in fields]
 
@@ -212,7 +222,7 @@ def _listed(name: str, value: object) -> Sequence[Any]:
     return value
 
 
-def _message(index: int, message: object) -> _Message:
+def _message(index: int, message: object, sees: bool) -> _Message:
     """A message as templates expect it: plain data, text content, no key without a value."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
@@ -222,7 +232,7 @@ def _message(index: int, message: object) -> _Message:
     if not isinstance(role, str) or not role:
         raise InvalidRequestError(f"{where} must have a role, such as 'user'; its role is {role!r}")
     if "content" in plain:
-        plain["content"] = _content(where, plain["content"])
+        plain["content"] = _content(where, plain["content"], sees)
     elif role == "assistant":
         if "tool_calls" not in plain:  # legal in the OpenAI API: an answer without words
             plain["content"] = ""
@@ -233,18 +243,47 @@ def _message(index: int, message: object) -> _Message:
     return _Message(plain)
 
 
-def _content(where: str, content: object) -> str:
+def _content(where: str, content: object, sees: bool) -> str:
+    """A content as text, with marks for images; ``sees``: whether there may be any."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where}: content must be a text or a list of parts, not {content!r}")
-    texts = []
+    pieces: list[str] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
+        if sees and kind == "image":
+            pieces.append(_IMAGE)
+            continue
         if kind != "text" or not isinstance(part.get("text"), str):
             raise InvalidRequestError(f"{where}: only content parts of type 'text' are supported, not {kind or part!r}")
-        texts.append(part["text"])
-    return "\n".join(texts)
+        if pieces and pieces[-1] is not _IMAGE:
+            pieces.append("\n")
+        pieces.append(part["text"])
+    return "".join(pieces)
+
+
+def _put_images(messages: list[dict[str, Any]], template: str, placeholder: str) -> None:
+    """Gives contents the form in which the template takes images: parts, or texts with placeholders.
+
+    A template that reads parts reads those of a text alone, too; as a text it is left where the template asks for that.
+    """
+    for message in messages:
+        content = message.get("content")
+        if not isinstance(content, str):
+            continue
+        if _WRITES_IMAGES.search(template) is None:
+            message["content"] = content.replace(_IMAGE, placeholder)
+        elif _IMAGE in content or "is string" not in template:
+            message["content"] = _parts(content)
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    parts: list[dict[str, str]] = []
+    for i, text in enumerate(content.split(_IMAGE)):
+        parts += [{"type": "image"}] if i else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
 
 
 def _parse_arguments(where: str, call: object) -> None:

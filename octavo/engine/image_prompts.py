@@ -16,8 +16,8 @@ from octavo.core.model_config import ModelConfig
 from octavo.core.request import Feature
 from octavo.engine.model_files import ModelFiles
 from octavo.images.image_files import decode_image, image_array
-from octavo.images.processor import ImageProcessor, ProcessedImage
-from octavo.images.processors import read_image_processor
+from octavo.images.processor import ProcessedImage
+from octavo.images.processors import AnyProcessor, read_image_processor
 from octavo.models.config_files import read_json
 
 
@@ -49,7 +49,7 @@ class ImagePrompts:
         self._tokenizer = files.tokenizer
 
     @cached_property
-    def processor(self) -> ImageProcessor:
+    def processor(self) -> AnyProcessor:
         """What makes pixels and placeholders of an image, by the model's files.
 
         Raises:
@@ -177,8 +177,8 @@ class ImagePrompts:
         ids += expansion
 
 
-def take_images(prompt: Any) -> tuple[Any, list[Any]]:
-    """A prompt without its images, and these.
+def take_images(prompt: Any) -> tuple[Any, list[Any] | PromptFeatures]:
+    """A prompt without its images, and these; or what ``ImagePrompts.expand`` has made of them already.
 
     Raises:
         InvalidRequestError: ``multi_modal_data`` has something else.
@@ -190,6 +190,8 @@ def take_images(prompt: Any) -> tuple[Any, list[Any]]:
         kinds = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
         raise InvalidRequestError(f"multi_modal_data must be a dictionary with 'image' alone, not {kinds}")
     given = data.get("image")
+    if isinstance(given, PromptFeatures):
+        return {key: value for key, value in prompt.items() if key != "multi_modal_data"}, given
     images = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     return {key: value for key, value in prompt.items() if key != "multi_modal_data"}, images
 

@@ -20,7 +20,7 @@ from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.engine.encoder_prompts import EncoderPrompts
-from octavo.engine.image_prompts import NO_FEATURES, ImagePrompts, take_images, takes_images
+from octavo.engine.image_prompts import NO_FEATURES, ImagePrompts, PromptFeatures, take_images, takes_images
 from octavo.engine.model_files import ModelFiles
 from octavo.engine.output_processor import RequestState
 from octavo.engine.reasoning_marks import REASONING_MARKS, find_reasoning_marks
@@ -100,7 +100,7 @@ class InputProcessor:
             raise InvalidRequestError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
         arrival, options = self.begin(prompt, options)
         split: SplitPrompt | None = None
-        images: list[Any] = []
+        images: list[Any] | PromptFeatures = []
         if self.image_prompts is not None:
             prompt, images = take_images(prompt)
         if self.encoder_prompts is not None:
@@ -120,7 +120,9 @@ class InputProcessor:
             room = self.max_model_len - virtual - (1 if params.max_tokens is None else params.max_tokens)
             token_ids = token_ids[-(max(1, room) if most == -1 else most) :]
         found = NO_FEATURES
-        if self.image_prompts is not None:
+        if isinstance(images, PromptFeatures):
+            found = images
+        elif self.image_prompts is not None:
             token_ids, found = self.image_prompts.expand(self.prompt_ids(token_ids), images)
         token_ids = self._check_prompt(token_ids, virtual, samples=params.max_tokens != 0)
         predicted = self._read_prediction(options.prediction)

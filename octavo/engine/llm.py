@@ -16,6 +16,7 @@ from octavo.core.outputs import RequestOutput
 from octavo.core.prompts import Prompt
 from octavo.core.request_options import RequestOptions, check_one_each, check_request_keywords, options_for_each
 from octavo.core.sampling_params import SamplingParams
+from octavo.engine.chat_images import chat_prompt
 from octavo.engine.llm_engine import LLMEngine
 from octavo.engine.model_files import find_files
 from octavo.engine.pooling_calls import PoolingCalls
@@ -170,7 +171,7 @@ class LLM(LLMEngine, PoolingCalls, TranscriptionCalls):
 
         Args:
             messages: a conversation: its messages, or one message, or a text, which is a user's message; or a list of
-                conversations, in which a text is a conversation too.
+                conversations, in which a text is a conversation too. For images in them see ``chat_prompt``.
             sampling_params: as for ``generate``; ``use_tqdm`` too.
             use_tqdm: see there.
             add_generation_prompt: ends the prompt with what opens the assistant's answer.
@@ -198,9 +199,7 @@ class LLM(LLMEngine, PoolingCalls, TranscriptionCalls):
         rendered: list[tuple[Prompt, OctavoError | None]] = []
         for conversation in conversations:
             try:
-                text = self.tokenizer.apply_chat_template(_as_messages(conversation), **options, **variables)
-                ids = self.tokenizer.encode(text, add_special_tokens=False)
-                rendered.append(({"prompt": text, "prompt_token_ids": ids}, None))
+                rendered.append((chat_prompt(self.inputs, _as_messages(conversation), **options, **variables), None))
             except InvalidRequestError as e:
                 rendered.append(([], e))
         each = options_for_each("chat", keywords, len(rendered))

@@ -49,12 +49,13 @@ def decode_image(content: bytes, limits: ImageLimits = DEFAULT_LIMITS, name: str
     image_module = pillow()
     if (size := _webp_size(content)) is not None:
         _check_pixels(size, limits, name)  # before Pillow allocates it, which it does as it opens such a file
-    image_module.MAX_IMAGE_PIXELS = None  # the limit is ours
     try:
         image = image_module.open(io.BytesIO(content), formats=_FORMATS)
     except (MemoryError, RecursionError):
         raise
     except Exception as e:  # readers of formats raise many kinds
+        if isinstance(e, image_module.DecompressionBombError):  # Pillow's own limit, far beyond the usual one here
+            raise InvalidRequestError(f"{name} has too many pixels: {_reason(e)}") from None
         reason = "" if isinstance(e, image_module.UnidentifiedImageError) else f"{_reason(e)}; "
         raise InvalidRequestError(
             f"{name} is no image that can be decoded ({reason}its {len(content)} bytes begin with {content[:8]!r}); "

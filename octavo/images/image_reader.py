@@ -9,6 +9,7 @@ import msgspec
 
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.images.image_files import DEFAULT_LIMITS, ImageLimits, check_size, decode_image
+from octavo.images.pillow import pillow
 from octavo.images.processor import ProcessedImage
 from octavo.images.processors import AnyProcessor
 from octavo.sandbox.pool import Sandbox
@@ -61,6 +62,7 @@ def process_call(content: bytes) -> bytes:
     """``decode_image`` and ``ImageProcessor.process`` for the sandbox, from a ``_Request`` to an ``_Answer``."""
     request = msgspec.msgpack.decode(content, type=_Request)
     try:
+        pillow().MAX_IMAGE_PIXELS = None  # in this process the limit is the request's
         pixels = decode_image(request.content, request.limits, request.name)
         answer = _Answer(request.processor.process(pixels))
     except (InvalidRequestError, ConfigError) as e:

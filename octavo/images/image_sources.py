@@ -8,11 +8,14 @@ import re
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from octavo.core.errors import InvalidRequestError
 from octavo.images.image_files import DEFAULT_LIMITS
 from octavo.images.public_addresses import Network, public_addresses
+
+if TYPE_CHECKING:
+    import httpx
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 #: Further ones of other clients wait.
@@ -79,13 +82,7 @@ class ImageFetcher:
         self._rules = rules
         self._certificates = certificates
         self._max_bytes = max_bytes
-        self._client: Any = None
         self._turns = asyncio.Semaphore(_MOST_AT_ONCE)
-
-    async def close(self) -> None:
-        """Closes what it holds."""
-        if self._client is not None:
-            await self._client.aclose()
 
     async def fetch(self, url: str, name: str = "the image") -> bytes:
         """The bytes of the file at a URL.
@@ -101,20 +98,37 @@ class ImageFetcher:
             )
         async with self._turns:
             try:
-                async with asyncio.timeout(rules.seconds):
-                    return await self._follow(url, name)
+                async with asyncio.timeout(rules.seconds), self._client() as client:
+                    return await self._follow(client, url, name)
             except TimeoutError:
                 raise InvalidRequestError(f"{name} was not sent within {rules.seconds:g} seconds") from None
 
-    async def _follow(self, url: str, name: str) -> bytes:
+    def _client(self) -> httpx.AsyncClient:
+        """One for each file, so that no connection that was made for another host at the same address is used.
+
+        It uses no proxies of the environment, which would connect wherever the name leads by then.
+        """
+        import httpx
+
+        if self._certificates is None:
+            self._certificates = httpx.create_ssl_context(trust_env=False)
+        return httpx.AsyncClient(
+            verify=self._certificates,
+            trust_env=False,
+            follow_redirects=False,
+            timeout=None,  # that of ``fetch``
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
+
+    async def _follow(self, client: httpx.AsyncClient, url: str, name: str) -> bytes:
         for _ in range(self._rules.max_redirects + 1):
-            answer = await self._get(url, name)
+            answer = await self._get(client, url, name)
             if isinstance(answer, bytes):
                 return answer
             url = answer
         raise InvalidRequestError(f"{name} is redirected more than {self._rules.max_redirects} times")
 
-    async def _get(self, url: str, name: str) -> bytes | str:
+    async def _get(self, client: httpx.AsyncClient, url: str, name: str) -> bytes | str:
         """The file at a URL, or the URL that it redirects to."""
         import httpx
 
@@ -123,21 +137,21 @@ class ImageFetcher:
         host = target.raw_host.decode()
         error: Exception | None = None
         for address in await public_addresses(host, port, self._rules.networks, name):
-            request = self._made_client().build_request(
+            request = client.build_request(
                 "GET",
                 target.copy_with(host=address, fragment=None),
                 headers={"Host": target.netloc.decode(), "Accept": "image/*", "Accept-Encoding": "identity"},
                 extensions={"sni_hostname": host},
             )
             try:
-                return await self._read(request, target, name)
+                return await self._read(client, request, target, name)
             except (httpx.ConnectError, httpx.ConnectTimeout) as e:
                 error = e
             except httpx.HTTPError as e:
                 raise InvalidRequestError(f"{name} cannot be fetched from {host}: {e or type(e).__name__}") from None
         raise InvalidRequestError(f"{name}: there is no connection to {host}: {error}")
 
-    def _checked_url(self, url: str, name: str) -> Any:
+    def _checked_url(self, url: str, name: str) -> httpx.URL:
         import httpx
 
         try:
@@ -159,8 +173,10 @@ class ImageFetcher:
             )
         return target
 
-    async def _read(self, request: Any, target: Any, name: str) -> bytes | str:
-        response = await self._client.send(request, stream=True)
+    async def _read(
+        self, client: httpx.AsyncClient, request: httpx.Request, target: httpx.URL, name: str
+    ) -> bytes | str:
+        response = await client.send(request, stream=True)
         try:
             if response.status_code in _REDIRECTS and "location" in response.headers:
                 return str(target.join(response.headers["location"]))
@@ -176,21 +192,6 @@ class ImageFetcher:
             return bytes(content)
         finally:
             await response.aclose()
-
-    def _made_client(self) -> Any:
-        if self._client is None:
-            import httpx
-
-            # No proxies of the environment, which would connect wherever the name leads by then; no connection that
-            # was made for another host at the same address; the time is that of ``fetch``.
-            self._client = httpx.AsyncClient(
-                verify=self._certificates or True,
-                trust_env=False,
-                follow_redirects=False,
-                timeout=None,
-                limits=httpx.Limits(max_keepalive_connections=0),
-            )
-        return self._client
 
 
 def _listed(names: Sequence[str]) -> str:

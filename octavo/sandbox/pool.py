@@ -171,7 +171,8 @@ class Sandbox:
         if self._taken.get(client, 0.0) < self.seconds_per_minute:
             return None
         return ClientLimitError(
-            f"new schemas, grammars and templates of this client have taken {self.seconds_per_minute:g} seconds of "
-            "processor time within a minute, the limit of this server (sandbox_seconds_per_client); try again later",
+            f"new schemas, grammars, templates and images of this client have taken {self.seconds_per_minute:g} "
+            "seconds of processor time within a minute, the limit of this server (sandbox_seconds_per_client); try "
+            "again later",
             math.ceil(self._window + _WINDOW - now),
         )

@@ -23,6 +23,7 @@ from octavo.server.protocol import (
     ChunkChoice,
     Delta,
     Message,
+    TextPart,
 )
 from octavo.server.protocol_tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
 from octavo.server.service import service_of
@@ -140,7 +141,11 @@ def _echoed(body: ChatCompletionRequest) -> str:
     last = body.messages[-1]
     if not body.echo or last.role != "assistant":
         return ""
-    return last.content if isinstance(last.content, str) else "".join(part.text for part in last.content or [])
+    return (
+        last.content
+        if isinstance(last.content, str)
+        else "".join(part.text for part in last.content or [] if isinstance(part, TextPart))
+    )
 
 
 def _message(events: list[ChatEvent], echoed: str) -> Message:

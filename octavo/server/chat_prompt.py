@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
 
@@ -49,8 +50,9 @@ async def make_chat_prompt(
     Raises:
         ApiError, InvalidRequestError: the conversation cannot be rendered; the message names the field.
     """
+    service.images.check(body.messages)
     template = await choose(service, request, body, has_tools=tools.shown is not None)
-    text = await render_chat(service, template, body.messages, body, tools.shown)
+    text = await _rendered(service, body, tools, template)
     tool_parser, call_format = _calls(service, body, tools, template)
     reasoning = service.formats.reasoning_parser(template.text)
     state, begins_after = Thinking.AFTER, list[int]()
@@ -70,6 +72,13 @@ async def make_chat_prompt(
         reasoning.marks(state is Thinking.INSIDE) if reasoning else None,
         begins_after,
     )
+
+
+async def _rendered(
+    service: Service, body: ChatCompletionRequest, tools: RequestTools, template: RequestTemplate, **variables: Any
+) -> str:
+    variables["image_placeholder"] = service.images.placeholder
+    return await render_chat(service, template, body.messages, body, tools.shown, **variables)
 
 
 def _calls(
@@ -133,5 +142,5 @@ async def _thinks(
     switches = [name for name in THINKING_VARIABLES if name in template.variables]
     if not switches or any((body.chat_template_kwargs or {}).get(name) is False for name in switches):
         return False
-    off = await render_chat(service, template, body.messages, body, tools.shown, **dict.fromkeys(switches, False))
+    off = await _rendered(service, body, tools, template, **dict.fromkeys(switches, False))
     return reasoning.state_after(off) is Thinking.AFTER

@@ -29,7 +29,6 @@ from starlette.requests import Request
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestOutput
-from octavo.core.prompts import TokensPrompt
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.text_stream import TextStream
 from octavo.server.api_errors import ApiError, unsupported
@@ -38,9 +37,10 @@ from octavo.server.chat_forms import answer_form, blame_tool
 from octavo.server.chat_output import ChatEvent, ReasoningDelta, ToolCallStart
 from octavo.server.chat_parser import ChatParser
 from octavo.server.chat_prompt import ChatPrompt, make_chat_prompt
+from octavo.server.chat_tokens import chat_tokens
 from octavo.server.generation import Generation, make_generation
 from octavo.server.large_bodies import beside_loop
-from octavo.server.prompt_fields import encode, read_prediction
+from octavo.server.prompt_fields import read_prediction
 from octavo.server.protocol import ChatCompletionRequest
 from octavo.server.reasoning_parsers.reasoning_parser import ReasoningParser, Thinking
 from octavo.server.service import Service
@@ -159,8 +159,7 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
     top = _top_logprobs(body)
     tools = await beside_loop(request, read_tools, body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await make_chat_prompt(service, request, body, tools)
-    # The chat template adds the special tokens itself.
-    [token_ids] = await encode(service, [prompt.text], add_special_tokens=body.add_special_tokens is True)
+    tokens = await chat_tokens(service, request, body, prompt.text)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is None:
         max_tokens = service.default_max_tokens(None)
@@ -169,7 +168,7 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
         request,
         body,
         model,
-        [TokensPrompt(prompt=prompt.text, prompt_token_ids=token_ids)],
+        [tokens],
         prefix=prefix,
         max_tokens=max_tokens,
         logprobs=top,

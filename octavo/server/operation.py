@@ -90,6 +90,7 @@ def _model(service: Service, model: ServedModel) -> Model:
         root=base if model.adapter is None else service.shown_path(service.llm.adapters.named(model.name).ref.path),
         parent=None if model.adapter is None else base,
         tasks=list(service.tasks),
+        input_modalities=["text", "image"] if service.images.are_seen else ["text"],
     )
     if "embed" in service.tasks:
         described.dimensions = service.llm.front_end.pooling.vector_size

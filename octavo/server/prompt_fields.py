@@ -20,7 +20,14 @@ from octavo.server.message_fields import (
     further_fields,
     refuse_unread,
 )
-from octavo.server.protocol import ChatMessage, CompletionRequest, EncoderDecoderParts, Prediction, TemplateOptions
+from octavo.server.protocol import (
+    ChatMessage,
+    CompletionRequest,
+    EncoderDecoderParts,
+    Prediction,
+    TemplateOptions,
+    TextPart,
+)
 from octavo.server.request_template import RequestTemplate, choose
 from octavo.server.service import Service
 from octavo.server.tools import read_tools
@@ -222,6 +229,7 @@ def _template_options(
         "continue_final_message",
         "chat_template",
         "call_format",
+        "image_placeholder",
     ):
         if name in variables:
             message = f"chat_template_kwargs must not hold {name}, which is a field of the request"
@@ -246,7 +254,10 @@ def _as_dict(message: ChatMessage) -> dict[str, Any]:
     fields = {**message.__dict__, **(message.model_extra or {})}
     plain = {name: value for name, value in fields.items() if value is not None}
     if isinstance(message.content, list):
-        plain["content"] = [{"type": "text", "text": part.text} for part in message.content]
+        plain["content"] = [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in message.content
+        ]
     thought = message.reasoning_content or message.reasoning
     if isinstance(thought, str) and message.role == "assistant":  # templates read it by either name
         plain["reasoning_content"] = plain["reasoning"] = thought

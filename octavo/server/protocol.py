@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from octavo.server.field_marks import hint, refused
 from octavo.server.foreign_fields import OpenAIFields
-from octavo.server.protocol_base import Int, Name, Phrase, RequestModel, ResponseModel, TextKind
+from octavo.server.protocol_base import SEEN, Int, Name, Phrase, RequestModel, ResponseModel, TextKind
 from octavo.server.protocol_formats import FormFields
 from octavo.server.protocol_tools import Tool, ToolCall, ToolCallDelta, ToolChoice
 from octavo.server.sampling_fields import SamplingFields
+
+_PROCESSED = "the model's own files say how images are processed"
 
 
 class StreamOptions(RequestModel):
@@ -114,13 +116,50 @@ class TextPart(RequestModel):
     prompt_cache_breakpoint: Any = hint("prefixes are cached without marks")
 
 
+class ImageUrl(RequestModel):
+    """Where an image is."""
+
+    url: str = Field(description="data:image/png;base64,..., or http(s)://... where the server fetches images.")
+    detail: Any = hint("the model's own files say how images are processed")
+    format: Any = hint("files say themselves what they are")
+
+
+class ImagePart(RequestModel):
+    """An image, for models that see them."""
+
+    type: Annotated[Literal["image_url"], SEEN]
+    image_url: str | ImageUrl
+    uuid: Any = hint("images are named by their content")
+    cache_control: Any = hint("prefixes are cached without marks")
+    prompt_cache_breakpoint: Any = hint("prefixes are cached without marks")
+
+    @property
+    def url(self) -> str:
+        """Where the image is."""
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
+def _part_tag(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return "image_part" if kind == "image_url" else "text_part"  # which are names of no fields
+
+
+ChatPart = Annotated[
+    Annotated[TextPart, Tag("text_part")] | Annotated[ImagePart, Tag("image_part")], Discriminator(_part_tag)
+]
+
+
 class ChatMessage(RequestModel):
     """One message of a conversation. Further fields, and hints, are for templates that read them."""
 
     model_config = ConfigDict(extra="allow")
 
     role: Name = Field(description="system, developer, user, assistant or tool, or what the model's template names.")
-    content: str | list[TextPart] | None = Field(None, description='Text, or parts {"type": "text", "text": ..}.')
+    content: str | list[ChatPart] | None = Field(
+        None,
+        description='Text, or parts {"type": "text", "text": ..}; where the model sees images also '
+        '{"type": "image_url", "image_url": {"url": ..}}.',
+    )
     tool_calls: list[dict[str, Any]] | None = Field(None, description="Calls that the assistant made.")
     tool_call_id: str | None = Field(None, description="Of a tool's message: the call whose result it is.")
     reasoning_content: str | None = Field(None, description="What the assistant thought; also named reasoning.")

@@ -55,6 +55,7 @@ class Model(ResponseModel):
         description="What it can do: generate, embed (vectors), token_embed (of each token), classify, token_classify, "
         "score (pairs of texts)."
     )
+    input_modalities: list[str] = Field(description="What it reads: text, and images where it sees them.")
     dimensions: int | None = Field(None, description="Numbers of a vector, of models that embed.")
 
 

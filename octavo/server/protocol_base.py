@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from octavo.server.field_marks import REFUSED
@@ -23,6 +23,14 @@ def _is_text(kind: str) -> str:
     return kind
 
 
+def _is_seen(kind: str, info: ValidationInfo) -> str:
+    if info.context is not None and not info.context["sees_images"]:
+        raise PydanticCustomError(REFUSED, ": the model reads text, not {kind}", {"kind": repr(kind)})
+    return kind
+
+
+#: For the type of a part that is an image: refused where the model sees none, as the validation's context says.
+SEEN = AfterValidator(_is_seen)
 #: The type of a part of a content, which is a text in the words of some API.
 TextKind = Annotated[str, AfterValidator(_is_text)]
 

@@ -36,9 +36,10 @@ def read_model(kind: type[M], value: Any, service: Service) -> M:
     Raises:
         ApiError: 400, naming the first field that is wrong and what is wrong with it.
     """
+    context = {"sees_images": service.images.are_seen}
     while True:
         try:
-            return kind.model_validate(value)
+            return kind.model_validate(value, context=context)
         except ValidationError as e:
             errors = e.errors(include_url=False)
         left_out = [error for error in errors if _may_be_left_out(error, service)]

@@ -50,7 +50,7 @@ class RequestTemplate:
         options = {**self.service.llm.tokenizer.named_tokens, **options}
         if not self.is_own:
             sandbox, client = self.service.llm.inputs.sandbox, client_of(self.request)
-            return await _queued(
+            return await queued(
                 self.service,
                 self.request,
                 lambda: render_in_sandbox(sandbox, client, self.text, messages, fields, options),
@@ -78,11 +78,11 @@ async def choose(service: Service, request: Request, body: TemplateOptions, *, h
             "--trust-request-chat-template",
         )
     sandbox, client = service.llm.inputs.sandbox, client_of(request)
-    variables = await _queued(service, request, lambda: variables_in_sandbox(sandbox, client, text))
+    variables = await queued(service, request, lambda: variables_in_sandbox(sandbox, client, text))
     return RequestTemplate(request, service, text, variables, is_own=False)
 
 
-async def _queued(service: Service, request: Request, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+async def queued(service: Service, request: Request, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """The result of work that waits its turn: it counts in the queue, and ends when its client leaves."""
     name = object()
     service.queue.enter({name: 0})

@@ -21,6 +21,7 @@ from octavo.engine.adapter_registry import Adapter, listed
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.api_errors import ApiError, invalid, server_error, unsupported
 from octavo.server.chat_formats import ChatFormats
+from octavo.server.image_inputs import ImageInputs
 from octavo.server.metrics import Metrics
 from octavo.server.queue_limit import QueueLimit
 from octavo.server.responses.store import ResponseStore
@@ -54,6 +55,8 @@ class Service:
     formats: ChatFormats
     #: Those of ``/v1/responses`` that requests can continue.
     responses: ResponseStore
+    #: Of conversations.
+    images: ImageInputs
     tracer: Tracer | None = None
     #: Finds adapters that are not loaded yet.
     resolver: AdapterResolver | None = None
@@ -230,7 +233,8 @@ def make_service(
     resolver = make_resolver(options.lora_resolver, options.lora_folder)
     formats = ChatFormats(options.tool_call_parser, options.reasoning_parser)
     responses = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
-    return Service(llm, options, metrics, model_names, limit, formats, responses, tracer, resolver)
+    images = ImageInputs(llm, options)
+    return Service(llm, options, metrics, model_names, limit, formats, responses, images, tracer, resolver)
 
 
 def service_of(request: Request) -> Service:

@@ -139,11 +139,7 @@ def answered(body: bytes, head: str = "", status: str = "200 OK") -> Answer:
 def fetched(answer: Answer, url: str = "http://127.0.0.1:{}/a.png", rules: UrlRules = LOCAL, **options: Any) -> bytes:
     async def run() -> bytes:
         async with web(answer) as port:
-            fetcher = ImageFetcher(rules, **options)
-            try:
-                return await fetcher.fetch(url.format(port), "photo")
-            finally:
-                await fetcher.close()
+            return await ImageFetcher(rules, **options).fetch(url.format(port), "photo")
 
     return asyncio.run(run())
 

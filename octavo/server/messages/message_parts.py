@@ -8,7 +8,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from octavo.server.field_marks import REFUSED, hint, refused
-from octavo.server.protocol_base import Name, RequestModel
+from octavo.server.protocol_base import SEEN, Name, RequestModel
 
 _CACHE = "prefixes are cached without marks"
 _BY_THE_MODEL = "tools are used by the model"
@@ -21,6 +21,23 @@ class TextBlockParam(RequestModel):
     text: str
     cache_control: Any = hint(_CACHE)
     citations: Any = hint("sources of what an earlier answer says")
+
+
+class ImageSource(RequestModel):
+    """Where an image is: in the request, or at a URL that the server fetches from."""
+
+    type: Literal["base64", "url"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageBlockParam(RequestModel):
+    """An image, for models that see them."""
+
+    type: Annotated[Literal["image"], SEEN]
+    source: ImageSource
+    cache_control: Any = hint(_CACHE)
 
 
 class ToolUseParam(RequestModel):
@@ -39,7 +56,7 @@ class ToolResultParam(RequestModel):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlockParam] | None = None
+    content: str | list[Annotated[TextBlockParam | ImageBlockParam, Field(discriminator="type")]] | None = None
     is_error: bool | None = None
     cache_control: Any = hint(_CACHE)
 
@@ -56,7 +73,7 @@ class UserMessage(RequestModel):
     """A message of the user."""
 
     role: Literal["user"]
-    content: str | list[Annotated[TextBlockParam | ToolResultParam, Field(discriminator="type")]]
+    content: str | list[Annotated[TextBlockParam | ImageBlockParam | ToolResultParam, Field(discriminator="type")]]
 
 
 class AssistantMessage(RequestModel):

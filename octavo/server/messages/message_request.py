@@ -10,7 +10,13 @@ from octavo.engine.chat_template import choose_template
 from octavo.engine.template_program import template_variables
 from octavo.server.api_errors import wrong
 from octavo.server.message_fields import THINKING_VARIABLES
-from octavo.server.messages.message_parts import ClientTool, TextBlockParam, ToolResultParam, ToolUseParam
+from octavo.server.messages.message_parts import (
+    ClientTool,
+    ImageBlockParam,
+    TextBlockParam,
+    ToolResultParam,
+    ToolUseParam,
+)
 from octavo.server.messages.message_protocol import CountTokensRequest, MessagesRequest
 from octavo.server.sampling_fields import SamplingFields
 from octavo.server.service import Service
@@ -65,8 +71,8 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
                 messages.append(_tool_result(block, used, f"messages[{i}].content[{k}]"))
                 continue
             turn = _turn(messages, message.role)
-            if isinstance(block, TextBlockParam):
-                turn["content"].append({"type": "text", "text": block.text})
+            if isinstance(block, TextBlockParam | ImageBlockParam):
+                turn["content"].append(_part(block, f"messages[{i}].content[{k}]"))
             elif isinstance(block, ToolUseParam):
                 used.add(block.id)
                 function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
@@ -86,11 +92,30 @@ def _turn(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
 def _tool_result(block: ToolResultParam, used: set[str], where: str) -> dict[str, Any]:
     if block.tool_use_id not in used:
         raise wrong(f"{where}.tool_use_id", f"there is no tool_use {block.tool_use_id[:100]!r} before it")
-    content = _texts(block.content or "")
+    blocks = [] if block.content is None else block.content
+    content = (
+        _texts(blocks)
+        if isinstance(blocks, str)
+        else [_part(part, f"{where}.content[{k}]") for k, part in enumerate(blocks)]
+    )
     if block.is_error:
         # A chat has no other place for it.
-        content = [{"type": "text", "text": f"Error: {content[0]['text'] if content else ''}"}, *content[1:]]
+        has_text = bool(content) and "text" in content[0]
+        error = f"Error: {content[0]['text'] if has_text else ''}"
+        content = [{"type": "text", "text": error}, *content[1 if has_text else 0 :]]
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _part(block: TextBlockParam | ImageBlockParam, where: str) -> dict[str, Any]:
+    """A block as a part of a chat's message."""
+    if isinstance(block, TextBlockParam):
+        return {"type": "text", "text": block.text}
+    source = block.source
+    name = "data" if source.type == "base64" else "url"
+    if (value := getattr(source, name)) is None:
+        raise wrong(f"{where}.source.{name}", f"it is missing, for a source of type {source.type!r}")
+    url = f"data:{source.media_type or ''};base64,{value}" if name == "data" else value
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _texts(value: str | Sequence[TextBlockParam]) -> list[dict[str, Any]]:

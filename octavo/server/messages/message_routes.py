@@ -11,6 +11,7 @@ from octavo.core.sampling_params import DefaultMaxTokens
 from octavo.server.api_errors import ApiError, anthropic_error
 from octavo.server.chat_prompt import make_chat_prompt
 from octavo.server.chat_request import Chat, ChoiceEvents, start_chat
+from octavo.server.chat_tokens import chat_tokens
 from octavo.server.large_bodies import beside_loop
 from octavo.server.messages import message_request as chats
 from octavo.server.messages.message_events import GrowingMessage
@@ -26,7 +27,6 @@ from octavo.server.messages.message_protocol import (
     ToolUseBlock,
 )
 from octavo.server.pending_response import Event, PendingChat
-from octavo.server.prompt_fields import encode
 from octavo.server.protocol import ChatCompletionRequest
 from octavo.server.renamed_chat import renamed_errors
 from octavo.server.request_models import read_model
@@ -51,8 +51,8 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> TokenCount
     with renamed_errors(chats.RENAMED):
         chat = await beside_loop(request, _chat, service, body)
         prompt = await make_chat_prompt(service, request, chat, read_tools(chat.tools, chat.tool_choice))
-        [token_ids] = await encode(service, [prompt.text], add_special_tokens=False)
-    return TokenCount(input_tokens=len(token_ids))
+        tokens = await chat_tokens(service, request, chat, prompt.text)
+    return TokenCount(input_tokens=len(tokens["prompt_token_ids"]))
 
 
 def _chat(service: Service, body: CountTokensRequest) -> ChatCompletionRequest:

@@ -9,9 +9,9 @@ from starlette.requests import Request
 
 from octavo.server.api_errors import wrong
 from octavo.server.chat_prompt import make_chat_prompt
+from octavo.server.chat_tokens import chat_tokens
 from octavo.server.large_bodies import beside_loop
 from octavo.server.middleware import owner_of
-from octavo.server.prompt_fields import encode
 from octavo.server.protocol import ChatCompletionRequest
 from octavo.server.renamed_chat import renamed_errors
 from octavo.server.request_models import read_model
@@ -22,7 +22,9 @@ from octavo.server.responses.response_parts import (
     Content,
     CustomCallParam,
     FunctionCallParam,
+    ImageInputPart,
     InputItem,
+    InputPart,
     MessageItem,
     ReasoningParam,
 )
@@ -44,7 +46,8 @@ async def count_input_tokens(request: Request, body: InputTokensRequest) -> Inpu
         with renamed_errors(chats.RENAMED):
             said = await beside_loop(request, read_model, ChatCompletionRequest, fields, service)
             prompt = await make_chat_prompt(service, request, said, read_tools(said.tools, said.tool_choice))
-            [token_ids] = await encode(service, [prompt.text], add_special_tokens=False)
+            tokens = await chat_tokens(service, request, said, prompt.text)
+            token_ids = tokens["prompt_token_ids"]
     return InputTokens(object="response.input_tokens", input_tokens=len(token_ids))
 
 
@@ -96,6 +99,12 @@ def _listed(item: InputItem) -> dict[str, Any]:
 
 
 def _parts(content: Content, kind: str) -> list[dict[str, Any]]:
-    """A content as parts of text of one kind."""
-    texts = [content] if isinstance(content, str) else [part.text for part in content]
-    return [{"type": kind, "text": text, **({"annotations": []} if kind == "output_text" else {})} for text in texts]
+    """A content as parts, those of text of one kind."""
+    parts = [InputPart(type="text", text=content)] if isinstance(content, str) else content
+    return [_part(part, kind) for part in parts]
+
+
+def _part(part: InputPart | ImageInputPart, kind: str) -> dict[str, Any]:
+    if isinstance(part, ImageInputPart):
+        return {"type": "input_image", "image_url": part.image_url, "detail": part.detail or "auto", "file_id": None}
+    return {"type": kind, "text": part.text, **({"annotations": []} if kind == "output_text" else {})}

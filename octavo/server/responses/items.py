@@ -14,7 +14,9 @@ from octavo.server.responses.response_parts import (
     Content,
     CustomCallParam,
     FunctionCallParam,
+    ImageInputPart,
     InputItem,
+    InputPart,
     MessageItem,
     ReasoningParam,
 )
@@ -60,7 +62,7 @@ class _Reader:
 
     def read(self, item: InputItem, where: str) -> None:
         if isinstance(item, MessageItem):
-            self._message(item)
+            self._message(item, where)
         elif isinstance(item, FunctionCallParam):
             self._call(item, item.arguments)
         elif isinstance(item, CustomCallParam):
@@ -72,8 +74,8 @@ class _Reader:
         else:
             raise unsupported("input", f"{where} is not supported: {_reason(item.type)}")
 
-    def _message(self, item: MessageItem) -> None:
-        content = _content(item.content)
+    def _message(self, item: MessageItem, where: str) -> None:
+        content = _content(item.content, f"{where}.content")
         if item.role != "assistant":
             self._open = None
             self.messages.append({"role": item.role, "content": content})
@@ -93,7 +95,9 @@ class _Reader:
         if item.call_id not in self._calls:
             raise wrong(f"{where}.call_id", f"there is no function call {item.call_id[:100]!r} before it")
         self._open = None
-        self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
+        self.messages.append(
+            {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output, f"{where}.output")}
+        )
 
     def _reasoning(self, item: ReasoningParam) -> None:
         texts = [part.text for part in item.content or item.summary or []]
@@ -106,11 +110,21 @@ class _Reader:
         return self._open
 
 
-def _content(value: Content) -> str | list[Message]:
-    """A text, or parts of text as a chat has them."""
+def _content(value: Content, where: str) -> str | list[Message]:
+    """A text, or parts as a chat has them."""
     if isinstance(value, str):
         return value
-    return value[0].text if len(value) == 1 else [{"type": "text", "text": part.text} for part in value]
+    if len(value) == 1 and isinstance(value[0], InputPart):
+        return value[0].text
+    return [_part(part, f"{where}[{i}]") for i, part in enumerate(value)]
+
+
+def _part(part: InputPart | ImageInputPart, where: str) -> Message:
+    if isinstance(part, InputPart):
+        return {"type": "text", "text": part.text}
+    if part.image_url is None:
+        raise wrong(f"{where}.image_url", "it is missing")
+    return {"type": "image_url", "image_url": {"url": part.image_url}}
 
 
 def _reason(kind: str) -> str:

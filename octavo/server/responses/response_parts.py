@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from octavo.server.field_marks import hint, refused
-from octavo.server.protocol_base import Name, RequestModel, TextKind
+from octavo.server.protocol_base import SEEN, Name, RequestModel, TextKind
 
 _LABEL = "a label of the API's"
+_PROCESSED = "the model's own files say how images are processed"
 _BY_THE_MODEL = "tools are called by the model"
 
 
@@ -23,7 +24,25 @@ class InputPart(RequestModel):
     prompt_cache_breakpoint: Any = hint("prefixes are cached without marks")
 
 
-Content = str | list[InputPart]
+class ImageInputPart(RequestModel):
+    """An image, for models that see them."""
+
+    type: Annotated[Literal["input_image"], SEEN]
+    image_url: str | None = None
+    detail: Any = hint("the model's own files say how images are processed")
+    file_id: Any = refused("no files are kept here: image_url may hold the file itself, as data:image/png;base64,...")
+    prompt_cache_breakpoint: Any = hint("prefixes are cached without marks")
+
+
+def _part_tag(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return "image_part" if kind == "input_image" else "text_part"  # which are names of no fields
+
+
+Part = Annotated[
+    Annotated[InputPart, Tag("text_part")] | Annotated[ImageInputPart, Tag("image_part")], Discriminator(_part_tag)
+]
+Content = str | list[Part]
 
 
 class Item(RequestModel):

@@ -157,7 +157,10 @@ async def _likely_cut(
 
 def _written(message: Message) -> str:
     """About what a template writes of a message."""
-    return "".join(str(message[name]) for name in ("content", "tool_calls") if message.get(name))
+    content = message.get("content")
+    if isinstance(content, list):  # images are not texts
+        content = [part for part in content if part["type"] == "text"]
+    return "".join(str(part) for part in (content, message.get("tool_calls")) if part)
 
 
 def _response_format(form: TextFormat) -> dict[str, Any]:

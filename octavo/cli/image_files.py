@@ -1,0 +1,38 @@
+"""Files of images that commands are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.core.errors import ConfigError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from octavo.engine.input_processor import InputProcessor
+    from octavo.images.processor import ProcessedImage
+
+
+def read_images(inputs: InputProcessor, paths: Sequence[str]) -> list[ProcessedImage]:
+    """What a model makes of files.
+
+    Raises:
+        ConfigError: the model sees no images, or a file cannot be read, or is no image that the model can take.
+    """
+    from octavo.images.image_files import decode_image
+
+    prompts = inputs.image_prompts
+    if prompts is None and paths:
+        raise ConfigError(f"the model reads text alone: leave out the image {paths[0]}")
+    images = []
+    for path in paths:
+        try:
+            content = Path(path).expanduser().read_bytes()
+        except OSError as e:
+            raise ConfigError(f"the image {path} cannot be read: {e.strerror}") from None
+        assert prompts is not None
+        try:
+            images.append(prompts.processor.process(decode_image(content, name=path)))
+        except InvalidRequestError as e:
+            raise ConfigError(str(e)) from None
+    return images
