@@ -30,7 +30,7 @@ FLAGS = ("--num-threads", "1", "--max-num-seqs", "16", "--status-interval", "0",
 LIMITS = ("--limit-mm-per-prompt", '{"image": 3}', "--max-body-bytes", str(48 << 20), "--max-image-bytes", "3MiB")
 URLS = ("--allow-image-urls", "--image-url-networks", "127.0.0.1/32", "--image-url-seconds", "3")
 A, B = picture(40, 56, 1), picture(90, 31, 2)
-WHAT = {"max_tokens": 8, "temperature": 0.0, "seed": 5}
+WHAT: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "seed": 5}
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +118,8 @@ def test_openai_client(server: Running, llm: LLM) -> None:
     expected = tokens_of(chat(server, image_part(A), text_part("what?")))
     with server.client() as client:
         message: Any = {"role": "user", "content": [image_part(A, detail="high"), text_part("what?")]}
-        made = client.chat.completions.create(model="eyes", messages=[message], **WHAT)  # type: ignore[call-overload]
-        stream = client.chat.completions.create(model="eyes", messages=[message], stream=True, **WHAT)  # type: ignore[call-overload]
+        made = client.chat.completions.create(model="eyes", messages=[message], **WHAT)
+        stream = client.chat.completions.create(model="eyes", messages=[message], stream=True, **WHAT)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == made.choices[0].message.content
         given: Any = [
             {
@@ -138,11 +138,10 @@ def test_openai_client(server: Running, llm: LLM) -> None:
         )
         assert further.usage is not None and further.usage.input_tokens > len(expected[0])
         items = client.responses.input_items.list(response.id)
-        assert items.data[0].content[0].image_url == data_url(A)  # type: ignore[union-attr]
+        assert items.data[0].content[0].image_url == data_url(A)  # type: ignore[union-attr, index]
         with pytest.raises(openai.BadRequestError, match="the image is no image that can be decoded"):
-            client.chat.completions.create(  # type: ignore[call-overload]
-                model="eyes", messages=[{"role": "user", "content": [image_part(b"nothing")]}], **WHAT
-            )
+            bad: Any = {"role": "user", "content": [image_part(b"nothing")]}
+            client.chat.completions.create(model="eyes", messages=[bad], **WHAT)
 
 
 def test_anthropic_client(server: Running) -> None:
