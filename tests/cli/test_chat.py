@@ -15,6 +15,7 @@ import pytest
 from octavo.cli.chat import HELP, Conversation, read_messages
 from octavo.core.errors import InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.core.prompts import TokensPrompt
 from octavo.core.sampling_params import SamplingParams
 from tests.busy_machine import PATIENCE
 
@@ -40,12 +41,17 @@ class ScriptedEngine:
         self.open: str | None = None
         self.steps = 0
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        self.conversations.append(messages)
-        return [1 for m in messages for _ in m["content"]]
+    image_prompts = None
 
-    def add_request(self, request_id: str, prompt: list[int], params: SamplingParams, lora_request: None) -> None:
-        if sum(prompt) > 100:
+    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
+        self.conversations.append(messages)
+        return "".join(m["content"] for m in messages)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [1 for _ in text]
+
+    def add_request(self, request_id: str, prompt: TokensPrompt, params: SamplingParams, lora_request: None) -> None:
+        if sum(prompt["prompt_token_ids"]) > 100:
             raise InvalidRequestError("the prompt is too long")
         self.limits.append(params.max_tokens)
         self.open, self.steps = request_id, 0
