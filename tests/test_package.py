@@ -34,7 +34,7 @@ def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -108,7 +108,10 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert (ROOT / "octavo" / "py.typed").exists()
 
 
-@pytest.mark.parametrize(("page", "maker"), [("options.md", "gen_options"), ("request-fields.md", "gen_fields")])
+@pytest.mark.parametrize(
+    ("page", "maker"),
+    [("options.md", "gen_options"), ("request-fields.md", "gen_fields"), ("metrics.md", "gen_metrics")],
+)
 def test_a_page_that_is_made_from_the_code_is_up_to_date(page: str, maker: str) -> None:
     assert (ROOT / "docs" / page).read_text(encoding="utf-8") == script(maker).render(), "run make docs"
 

@@ -63,6 +63,7 @@ def make_parser() -> Parser:
         description="Answers a file of requests in the OpenAI API's batch format.",
         epilog=EXAMPLE,
     )
+    parser.kinds = {"run": None}
     parser.add_argument("-i", "--input", type=Path, required=True, metavar="FILE", help="requests, one a line")
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="answers are appended to this file"

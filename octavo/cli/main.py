@@ -47,6 +47,7 @@ COMMANDS = {
     "rm": "remove models from the cache",
     "simulate": "run a workload through the scheduler on a virtual clock, without a model",
     "bench": "measure throughput, latency, kernels, memory use, the scheduler",
+    "completion": "print a script that completes commands and flags in bash, zsh or fish",
     "info": "show facts about this machine, this installation and a model",
 }
 

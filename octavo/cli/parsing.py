@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -43,6 +43,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        #: Words that say what the command does, each with what makes a parser of its own, or None.
+        self.kinds: dict[str, Callable[[], Parser] | None] = {}
 
     def read(self, argv: Sequence[str]) -> Arguments:
         """Parses; everything after ``--`` is a word. Exits with code 2 and one line if ``argv`` is wrong."""

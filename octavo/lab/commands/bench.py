@@ -110,6 +110,7 @@ def make_parser() -> Parser:
         description="Runs a benchmark. On a shared machine only ratios within one run are meaningful.",
         epilog=EXAMPLE,
     )
+    parser.kinds = {kind: OWN_PARSERS[kind].make_parser if kind in OWN_PARSERS else None for kind in KINDS}
     parser.add_argument("--batches", type=_sizes, default=[1, 8, 64], metavar="N,N", help="batch sizes (1,8,64)")
     parser.add_argument("--input-len", default="128", metavar="LEN", help="length of prompts in tokens (128)")
     parser.add_argument("--output-len", default="128", metavar="LEN", help="tokens to generate (128)")

@@ -76,6 +76,7 @@ def make_parser() -> Parser:
         description="Runs a workload through the scheduler and block manager of the engine on a virtual clock.",
         epilog=EXAMPLE,
     )
+    parser.kinds = {name: module.make_parser for name, module in _COMMANDS.items()}
     add_profile_flags(parser)
     parser.add_argument(
         "--compare", metavar="POLICY,...", help="the same requests under these policies too, beside --scheduling-policy"

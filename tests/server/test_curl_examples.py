@@ -1,4 +1,4 @@
-"""What the README shows with curl works as it stands there."""
+"""What docs/server.md shows with curl works as it stands there."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 from tests.busy_machine import PATIENCE
 from tests.server.running_server import Running, running
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "server.md"
 
 
 def examples() -> list[list[str]]:
     """The curl commands, as words."""
-    blocks = re.findall(r"```console\n(curl .*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```console\n(curl .*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     return [shlex.split(command) for block in blocks for command in re.split(r"\n(?=curl )", block.strip())]
 
 
@@ -49,5 +49,5 @@ def test_an_example_with_curl(server: Running, words: list[str]) -> None:
         assert json.loads(answer)["data"][0]["id"] == "smollm2-135m"
 
 
-def test_the_readme_has_examples() -> None:
+def test_the_page_has_examples() -> None:
     assert len(examples()) == 4

@@ -1,0 +1,64 @@
+"""Hooks of mkdocs: pages from the root of the repository, files that pages name there, and the reference of the API.
+
+Pages are written to be read in the repository, too: their links lead there. ``../CHANGELOG.md`` becomes a page of the
+site, and any other file of the repository one beside the pages; a link to one that does not exist breaks the build.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: Pages at the root of the repository.
+ROOT_PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+_UP = re.compile(r"(\]\()\.\./([^)#\s]+)")
+
+
+def on_config(config: Any) -> Any:
+    """Puts pages that the navigation does not name under "More", so that no page is lost."""
+    named = set(_named(config["nav"]))
+    more = sorted(path.name for path in Path(config["docs_dir"]).glob("*.md") if path.name not in named)
+    if more:
+        config["nav"].append({"More": more})
+    return config
+
+
+def _api_page() -> str:
+    sys.path.insert(0, str(ROOT / "scripts"))  # mkdocs runs its hooks under names of its own
+    text: str = importlib.import_module("api_page").render()
+    return text
+
+
+def _named(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    for each in nav if isinstance(nav, list) else nav.values() if isinstance(nav, dict) else ():
+        yield from _named(each)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds what is not in the folder of the pages."""
+    for name in ROOT_PAGES:
+        text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+        files.append(File.generated(config, name, content=text))
+    files.append(File.generated(config, "api.md", content=_api_page()))
+    linked = {
+        path for page in Path(config["docs_dir"]).glob("*.md") for _, path in _UP.findall(page.read_text("utf-8"))
+    }
+    for path in sorted(linked.difference(ROOT_PAGES)):
+        if (ROOT / path).is_file():
+            files.append(File.generated(config, path, content=(ROOT / path).read_bytes()))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The page with links to the root of the repository as links within the site."""
+    return _UP.sub(r"\1\2", markdown)
