@@ -2,9 +2,9 @@
 
     python scripts/release_wheel.py FOLDER [--no-try]      # make wheel: into dist/
 
-``python -m build`` makes it, auditwheel names the oldest system that it runs on (``manylinux_...``) and copies in what a
-system may lack, and scripts/try_wheel.py installs the result, starts the server and asks it a question. Needs the extra
-``release``, and minutes for the kernels.
+``python -m build`` makes it, auditwheel names the oldest system that it runs on (``manylinux_...``) and copies in what
+a system may lack, and scripts/try_wheel.py installs the result, starts the server and asks it a question. Needs the
+extra ``release``, and minutes for the kernels.
 """
 
 from __future__ import annotations

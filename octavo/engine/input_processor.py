@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -20,14 +20,17 @@ from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.engine.encoder_prompts import EncoderPrompts
-from octavo.engine.image_prompts import NO_FEATURES, ImagePrompts, PromptFeatures, take_images, takes_images
 from octavo.engine.model_files import ModelFiles
 from octavo.engine.output_processor import RequestState
+from octavo.engine.prompt_features import NO_FEATURES, PromptFeatures, take_images, takes_images
 from octavo.engine.reasoning_marks import REASONING_MARKS, find_reasoning_marks
 from octavo.engine.tokenizer import NoTokenizer
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.sandbox.pool import Sandbox
 from octavo.scheduler.policies import POLICIES, policy_class
+
+if TYPE_CHECKING:
+    from octavo.engine.image_prompts import ImagePrompts
 
 _MASK64 = (1 << 64) - 1
 #: 2**64 / golden ratio: spreads consecutive numbers over all 64 bits (Knuth, TAOCP vol. 3, section 6.4).
@@ -77,6 +80,8 @@ class InputProcessor:
         #: Of a model that sees images.
         self.image_prompts: ImagePrompts | None = None
         if takes_images(config, options):
+            from octavo.engine.image_prompts import ImagePrompts  # with numpy, of which other models need nothing
+
             self.image_prompts = ImagePrompts(files)
         self._next_group_id = 0
         self._unseeded = 0
