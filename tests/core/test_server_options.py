@@ -24,7 +24,8 @@ TEXTS = {
     "max_audio_bytes": "2048",
     "max_image_bytes": "2048",
     "allow_image_urls": "true",
-    "image_url_networks": "10.1.0.0/16",
+    "allowed_media_domains": "a.example,b.example",
+    "image_url_networks": "10.0.0.0/8",
     "log_format": "json",
     "log_level": "WARNING",
     "log_file": "/log",
@@ -54,6 +55,7 @@ def test_every_option_is_read_from_variables_and_from_the_file(tmp_path: Path) -
     assert by_file == by_variable
     defaults = resolve_server_options({}, environ={})
     assert [name for name in TEXTS if getattr(by_file, name) == getattr(defaults, name)] == []
+    assert by_file.allowed_media_domains == ("a.example", "b.example")
     assert by_file.log_file == Path("/log") and by_file.log_level == "warning"
 
 
@@ -78,6 +80,7 @@ def test_each_source_wins_over_the_one_before_it(tmp_path: Path) -> None:
         ("lora_modules: [a=b, a=c]\n", {}, ["lora_modules", "'a' is given twice", "octavo.yaml"]),
         ("lora_modules: [a]\n", {}, ["lora_modules", "NAME=PATH"]),
         ("", {"OCTAVO_LORA_MODULES": "{"}, ["OCTAVO_LORA_MODULES", "JSON"]),
+        ("image_url_networks: 10.1.0.1/16\n", {}, ["image_url_networks", "10.1.0.1/16", "octavo.yaml"]),
         ("tls_cert: a\n", {}, ["tls_cert needs tls_key too", "tls_cert from", "octavo.yaml"]),
     ],
 )
