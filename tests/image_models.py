@@ -17,6 +17,9 @@ SPECIAL = [
     "<end_of_image>",
     "<image_soft_token>",
     "<|image_pad|>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
 ]
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -87,6 +90,31 @@ def save_llava(folder: Path) -> Any:
         },
     )
     return _save(folder, LlavaForConditionalGeneration(config))
+
+
+def save_smolvlm(folder: Path) -> Any:
+    """SmolVLM whose images are up to four tiles and the whole, of 4 features each, and its transformers model."""
+    from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
+
+    vocab = save_tokenizer(folder)
+    vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 3}
+    config = SmolVLMConfig(
+        vision_config=vision | {"image_size": 32, "patch_size": 8},
+        text_config={"model_type": "llama", **_TEXT, "vocab_size": vocab, "pad_token_id": 0},
+        image_token_id=SPECIAL.index("<image>"),
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    _write(
+        folder,
+        {
+            "image_processor_type": "SmolVLMImageProcessor",
+            "size": {"longest_edge": 64},
+            "max_image_size": {"longest_edge": 32},
+            "do_image_splitting": True,
+        },
+    )
+    return _save(folder, SmolVLMForConditionalGeneration(config))
 
 
 def save_gemma3(folder: Path) -> Any:

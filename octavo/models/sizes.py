@@ -65,8 +65,10 @@ def build_without_weights(
 
 
 def matrices(network: Network) -> list[Weight]:
-    """The matrices of the layers and the head, which every step reads, except those of experts that none chose."""
-    return [weight for weight in network.weights() if weight.kind in ("linear", "head")]
+    """The matrices of the layers and the head, which every step reads, except those of experts that none chose; without
+    those of a tower.
+    """
+    return [weight for weight in network.weights() if weight.kind in ("linear", "head") and weight.active]
 
 
 def num_parameters(network: Network) -> int:
@@ -75,7 +77,7 @@ def num_parameters(network: Network) -> int:
 
 
 def num_active_parameters(network: Network) -> int:
-    """As ``num_parameters``, of a mixture of experts with as many experts as a token has."""
+    """As ``num_parameters``, of a mixture of experts with as many experts as a token has, and without a tower."""
     return round(sum(math.prod(weight.shape) * weight.active for weight in _parameters(network)))
 
 

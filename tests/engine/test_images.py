@@ -16,13 +16,13 @@ import torch
 
 from octavo import LLM, AsyncLLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.errors import InvalidRequestError
-from tests.image_models import picture, save_gemma3, save_llava
+from tests.image_models import picture, save_gemma3, save_llava, save_smolvlm
 from tests.whole_outputs import all_of, everything
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
-SAVE: dict[str, Callable[[Path], Any]] = {"llava": save_llava, "gemma3": save_gemma3}
-PLACE = {"llava": "<image>", "gemma3": "<start_of_image>"}
+SAVE: dict[str, Callable[[Path], Any]] = {"llava": save_llava, "smolvlm": save_smolvlm, "gemma3": save_gemma3}
+PLACE = {"llava": "<image>", "smolvlm": "<image>", "gemma3": "<start_of_image>"}
 FAMILIES = list(SAVE)
 
 
@@ -186,7 +186,7 @@ def logprobs_there(model: Any, family: str, output: RequestOutput, pixels: torch
     ids = torch.tensor([[*output.prompt_token_ids, *answer]])
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if pixels is not None:
-        inputs["pixel_values"] = pixels
+        inputs["pixel_values"] = pixels[None] if family == "smolvlm" else pixels
     if family == "gemma3":
         inputs["token_type_ids"] = (ids == model.config.image_token_id).long()
     with torch.no_grad():

@@ -18,6 +18,7 @@ from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.models.config_files import read_model_config
 from octavo.models.llava import LlavaConfig
+from octavo.models.sizes import build_without_weights, matrices, num_active_parameters, num_parameters
 from tests.models.tower_harness import (
     CLIP_PIXELS,
     SIGLIP_PIXELS,
@@ -207,6 +208,14 @@ def test_a_published_config_is_read(tmp_path: Path) -> None:
     assert config.image_facts is not None and config.image_facts.token_id == 32000
     assert (config.vision.num_layers, config.vision.side, config.vision.activation) == (23, 24, "quick_gelu")
     assert config.vision.class_token and not config.keeps_first and config.vision.normalisation == CLIP_PIXELS
+
+
+def test_no_step_reads_the_tower(tmp_path: Path) -> None:
+    network = build_without_weights(read(tmp_path), "bfloat16")
+    # Of 7,063,427,072 there are not the last layer of CLIP, its last norm, and the class's own vector.
+    assert num_parameters(network) == 7_063_427_072 - 12_596_224 - 2048 - 1024
+    assert num_active_parameters(network) == 6_738_939_904
+    assert all(not weight.name.startswith("tower.") for weight in matrices(network))
 
 
 @pytest.mark.parametrize(

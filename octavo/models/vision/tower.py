@@ -8,7 +8,7 @@ is not divided among them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.layers.context import LayerContext
-from octavo.layers.layer import Layer
+from octavo.layers.layer import Layer, Weight
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ class Tower(Layer, ABC):
     #: Keys and values of a layer for the rows of one batch. Group 0 has block tables by segment; group 1 has one
     #: context of all rows, which ``AttentionSpec.cross`` sees whole (the batch's cross tables).
     workspace: KVSpec
+
+    def weights(self, prefix: str = "") -> Iterator[Weight]:
+        """See ``Layer``; no token's step reads them."""
+        return (weight._replace(active=0.0) for weight in super().weights(prefix))
 
     @abstractmethod
     def prepare(self, image: ImageInput) -> list[TowerInput]:
