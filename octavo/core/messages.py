@@ -89,7 +89,15 @@ class Call(msgspec.Struct, tag=True, array_like=True):
 
     call_id: int
     method: Literal[
-        "stats", "reset_prefix_cache", "pause", "sleep", "wake_up", "pin_adapter", "unpin_adapter", "collective_rpc"
+        "stats",
+        "view",
+        "reset_prefix_cache",
+        "pause",
+        "sleep",
+        "wake_up",
+        "pin_adapter",
+        "unpin_adapter",
+        "collective_rpc",
     ]
     args: list[Any] = []
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from octavo.core.adapters import LoRARequest
 from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.engine_view import EngineView
 from octavo.core.errors import ConfigError, EngineStateError, OctavoError
 from octavo.core.messages import Unpin
 from octavo.core.outputs import RequestOutput
@@ -247,6 +248,14 @@ class AsyncLLM(AsyncEngine):
         """``stats`` of each replica that lives."""
         await self.ready()
         return await self._replicas.call("stats", SchedulerStats)
+
+    async def engine_views(self, *, fresh: bool = False) -> list[EngineView]:
+        """What each replica that lives looks like between two steps: its blocks, its queues, its steps since last time.
+
+        ``fresh``: all steps that are known. For one who watches; two would take each other's steps.
+        """
+        await self.ready()
+        return await self._replicas.views(fresh)
 
     async def collective_rpc(
         self,

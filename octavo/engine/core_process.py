@@ -29,6 +29,7 @@ import zmq
 from octavo.core.adapters import AdapterRef
 from octavo.core.child_processes import Failure, end_with, send_logs
 from octavo.core.engine_outputs import EngineCoreOutputs
+from octavo.core.engine_view import EngineView
 from octavo.core.errors import ConfigError, OctavoError, memory_errors
 from octavo.core.messages import (
     BYTES_OF_LOGPROB,
@@ -52,6 +53,7 @@ from octavo.core.messages import (
 from octavo.core.startup_profile import ProcessProfile, phase, profile
 from octavo.engine.flight_recorder import FlightRecorder
 from octavo.engine.garbage import IdleCollector, settle_collector
+from octavo.engine.view_recorder import ViewRecorder
 
 if TYPE_CHECKING:
     from octavo.engine.core import EngineCore
@@ -103,7 +105,7 @@ class CoreLoop:
 
     def __init__(self, core: EngineCore, front_end: FrontEndLink) -> None:
         self._core, self._front_end = core, front_end
-        self._collector = IdleCollector()
+        self._collector, self._recorder = IdleCollector(), ViewRecorder(core.scheduler)
         self._paused = False
         #: While there is nothing to do, seconds between two looks at workers in other processes.
         self._health_interval = None if core.executor.in_process else HEALTH_INTERVAL
@@ -112,7 +114,16 @@ class CoreLoop:
         """Runs until ``Shutdown``."""
         while self._receive_messages():
             if self._has_step:
-                self._front_end.send(StepDone(*self._core.measured_step()))
+                outputs, stats = self._core.measured_step()
+                self._front_end.send(StepDone(outputs, stats))
+                self._recorder.note(stats)
+                if self._core.observers and not self._recorder.watches:
+                    self._core.observers.clear()
+
+    def _view(self, fresh: bool) -> EngineView:
+        """The engine as it is now; until nobody has asked for a while, the next one says what has changed since."""
+        self._core.observers[:] = [self._recorder]
+        return self._recorder.view(fresh)
 
     @property
     def _has_step(self) -> bool:
@@ -159,6 +170,7 @@ class CoreLoop:
         try:
             methods: dict[str, Callable[..., Any]] = {
                 "stats": self._core.scheduler.stats,
+                "view": self._view,
                 "reset_prefix_cache": self._core.scheduler.reset_prefix_cache,
                 "pause": self._pause,
                 "sleep": self._core.sleep,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from octavo.core.config import EngineConfig
+from octavo.core.engine_view import EngineView
 from octavo.core.errors import EngineDeadError, EngineKilledError, InvalidRequestError, OctavoError
 from octavo.core.messages import Add, Ready, StepDone, ToCore
 from octavo.engine.blame import GUILTY, Blame
@@ -234,6 +235,23 @@ class Replicas:
             if results:
                 return results  # type: ignore[return-value]
             await asyncio.sleep(0)  # their ends are observed
+
+    async def views(self, fresh: bool) -> list[EngineView]:
+        """What each core that lives looks like now (``ViewRecorder.view``); one that dies meanwhile is left out.
+
+        Raises:
+            OctavoError: the call has failed on one.
+        """
+        replicas = [replica for replica in self.all if replica.lives]
+        calls = (replica.client.call("view", EngineView, fresh) for replica in replicas)
+        views = []
+        for replica, answer in zip(replicas, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(answer, EngineView):
+                answer.replica = replica.number
+                views.append(answer)
+            elif not isinstance(answer, EngineDeadError):
+                raise answer
+        return views
 
     async def call_one(self, number: int, method: str, *args: Any) -> None:
         """A ``CoreClient.call`` of one core.

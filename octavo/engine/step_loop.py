@@ -7,7 +7,7 @@ import operator
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from octavo.core.engine_outputs import EngineCoreOutputs
 from octavo.core.errors import SequenceError
@@ -40,6 +40,13 @@ class StepTimes:
     idle: float = 0.0
 
 
+class StepObserver(Protocol):
+    """What looks at the steps of a loop while it is among its ``observers``."""
+
+    def planned(self, plan: StepPlan) -> None:
+        """A step was planned, and will be computed next. The loop waits for this: microseconds."""
+
+
 class StepLoop:
     """Owns the steps in flight: planned and submitted, result not yet received.
 
@@ -59,6 +66,7 @@ class StepLoop:
         self.max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self.times = StepTimes()
+        self.observers: list[StepObserver] = []
         self._step_ended: float | None = None
         #: Totals at the last measured step: tokens of prompts and decodes, seconds in the worker and in kernels.
         self._computed: tuple[float, float, float, float] = (0, 0, 0.0, 0.0)
@@ -117,6 +125,8 @@ class StepLoop:
         if self.recorder is not None and plan.seq_ids:
             sequences = self.scheduler.queues.sequences
             self.recorder.note(plan.seq_ids, lambda seq_id: sequences[seq_id].group.group_id)
+        for observer in self.observers:
+            observer.planned(plan)
         try:
             pending: PendingStep = self.executor.submit(plan)
         except Exception as e:  # raised by ``wait``: the result of the step before comes first

@@ -100,6 +100,10 @@ class BlockPool:
         """References to this block."""
         return self._references[block]
 
+    def references_and_kept(self) -> tuple[list[int], bytes]:
+        """Of each block, in order: references to it, and whether its content is kept (0 or 1). Copies."""
+        return self._references[self.first :], bytes(self._kept[self.first :])
+
     def is_private(self, block: int) -> bool:
         """Whether the block may be written: it has one reference and is not kept."""
         return self._references[block] == 1 and not self._kept[block]
@@ -143,6 +147,11 @@ class BlockPool:
     def is_pinned(self, block: int) -> bool:
         """Whether the block is pinned."""
         return block in self._pins
+
+    @property
+    def pinned(self) -> list[int]:
+        """The blocks that are pinned."""
+        return list(self._pins)
 
     def least_recently_used(self) -> int:
         """The cached block that was used the longest time ago."""

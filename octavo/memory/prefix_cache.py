@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +14,8 @@ from octavo.memory.content_index import ContentIndex, KnownBlock
 from octavo.memory.moves import PendingMoves
 from octavo.memory.prefix_chain import Content, PrefixChain, positions
 
+#: Evicted blocks that are remembered.
+_LAST_EVICTED = 64
 NO_REFERENCES: Mapping[int, int] = MappingProxyType({})
 
 
@@ -40,6 +43,9 @@ class PrefixCache:
         #: What is cached on the device; to forget it there allows a block to be written.
         self.on_device = ContentIndex(device)
         self._on_host = ContentIndex(host)
+        #: Device blocks that have lost their content to others, and the last of them.
+        self.num_evicted = 0
+        self.last_evicted: deque[int] = deque(maxlen=_LAST_EVICTED)
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 
@@ -54,6 +60,8 @@ class PrefixCache:
             # A window reads the end of a chain, so there the descendants of a block are not evicted before it.
             windowed = self._window is not None
             evicted = self.on_device.forget(self._device.least_recently_used()) if windowed else self.on_device.evict()
+            self.num_evicted += 1
+            self.last_evicted.append(evicted.block)
             if self._host_cache:
                 self._move_to_host(evicted)
         return self._device.allocate(count)

@@ -44,7 +44,7 @@ class Displacement:
         if not chunks:
             return None
         for victim in victims:
-            self._preemption.preempt(victim, step)
+            self._preemption.preempt(victim, step, group)
         step.held_back = sum(n for _, n in chunks)
         step.budget -= step.held_back
         return group

@@ -105,6 +105,8 @@ class SequenceGroup:
     urgent: bool = False
     #: Number of the last step planned before its preemption, whose result may still add tokens to it.
     resumable_after: int = 0
+    #: The group that it was preempted for the last time; None: the running ones lacked blocks.
+    preempted_for: int | None = None
     #: Until it runs: digests of its blocks' contents, for the prefix cache; computed at the first lookup.
     chain: PrefixChain | None = None
     #: What the policy keeps of it.

@@ -68,8 +68,9 @@ class Preemption:
         yield from young if self._key is None else sorted(young, key=self._key)
         yield from (g for g in reversed(candidates) if has_aged(g, now))
 
-    def preempt(self, group: SequenceGroup, step: Step) -> None:
-        """Preempts a running group that is not scheduled in this step."""
+    def preempt(self, group: SequenceGroup, step: Step, displaced_by: SequenceGroup | None = None) -> None:
+        """Preempts a running group that is not scheduled in this step; ``displaced_by``: the one that it is for."""
+        group.preempted_for = None if displaced_by is None else displaced_by.group_id
         step.blocked_on_memory = True
         if self._wants_swap(group) and self._swap_out(group):
             step.swapped_groups.append(group)

@@ -12,6 +12,7 @@ import msgspec
 
 from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config, refuse_idle_flags
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, add_report_flag, check_folder, refuse_words, write_json
+from octavo.core.errors import ConfigError
 from octavo.lab.commands import simulate_allocators, simulate_plan, simulate_preemption, simulate_profile
 from octavo.lab.commands.cluster_flags import (
     OPTIONS,
@@ -40,6 +41,7 @@ examples:
   octavo simulate --request-rate 2 --output-len chat --compare sjf,srpt,mlfq --report out.html
   octavo simulate --profile llama-3.1-8b-h100 --replicas 8 --router prefix --turns 4 --request-rate 20
   octavo simulate profile llama-3.1-8b-shape --bandwidth-gb-s 3350 --tflops 989 --memory-gb 80
+  octavo simulate --request-rate 4 --num-requests 200 --num-gpu-blocks-override 400 --record run.jsonl
   octavo simulate allocators
   octavo simulate preemption
 
@@ -86,6 +88,9 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--plots", type=Path, metavar="FOLDER", help="draw the run: PNG files (needs the extra octavo[plot])"
     )
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="write what the engine's blocks and queues do: see octavo view"
+    )
     add_cluster_flags(parser, sized=True)
     add_workload_flags(parser)
     add_engine_flags(parser)
@@ -112,6 +117,10 @@ def run(arguments: Arguments) -> int:
     else:
         spec = make_spec(arguments, arguments.replicas, options.seed)
         profile = spec.replicas[0][1]
+    if arguments.record is not None:
+        check_folder(arguments.record, "--record")
+        if spec is not None or arguments.compare is not None:
+            raise ConfigError("--record is for one engine under one policy: leave out --replicas and --compare")
     workload = make_workload(arguments, options.seed)
     start = time.perf_counter()
     runs = []
@@ -141,11 +150,14 @@ def _simulate(
     """On one engine with a profile, or on a cluster."""
     from octavo.lab.simulate.cluster.cluster_run import record_cluster
     from octavo.lab.simulate.cluster.spec import ClusterSpec, stated_limits
-    from octavo.lab.simulate.run import record
+    from octavo.lab.simulate.run import record, record_views
 
     if isinstance(place, ClusterSpec):
         return record_cluster(place, options, load, processes=num_processes(arguments))
-    return record(place, options, load, mode=arguments.mode, max_tokens=stated_limits(arguments.max_tokens))
+    settings = {"mode": arguments.mode, "max_tokens": stated_limits(arguments.max_tokens)}
+    if arguments.record is not None:
+        return record_views(arguments.record, place, options, load, **settings)
+    return record(place, options, load, **settings)
 
 
 def _policies(first: str, others: str | None) -> list[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from octavo.core.config import EngineConfig
 from octavo.lab.simulate.engine import SimulatedEngine, SimulatedRequest, run
 from octavo.lab.simulate.figures import Completions, Gaps, RunFigures, Series, rates
+from octavo.lab.simulate.recording import RunRecorder
 from octavo.lab.simulate.service_by_user import ServiceRecorder
 from octavo.lab.simulate.step_profile import StepProfile
 from octavo.lab.workloads.work_items import WorkItem
@@ -76,6 +78,27 @@ def record(
     recorder = Recorder()
     engine = SimulatedEngine(profile, options, on_gap=recorder.gaps.add, **settings)
     run(engine, items, recorder.ended, recorder.sample)
+    return recorder.figures(engine), recorder.done
+
+
+def record_views(
+    path: Path, profile: StepProfile, options: EngineConfig, items: Iterable[WorkItem], **settings: Any
+) -> tuple[RunFigures, Completions]:
+    """As ``record``; writes a recording of the engine, which ``octavo view`` shows.
+
+    Raises:
+        ConfigError: as ``record``, or the file cannot be written.
+    """
+    recorder = Recorder()
+    engine = SimulatedEngine(profile, options, on_gap=recorder.gaps.add, **settings)
+    views = RunRecorder(engine)
+
+    def sample(engine: SimulatedEngine) -> None:
+        recorder.sample(engine)
+        views.sample(engine)
+
+    run(engine, items, recorder.ended, sample)
+    views.write(path, f"simulated: {profile.model} on {profile.device}, {options.scheduling_policy}")
     return recorder.figures(engine), recorder.done
 
 

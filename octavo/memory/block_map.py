@@ -1,0 +1,86 @@
+"""The blocks of all pools as somebody who watches the engine sees them: who has which, in runs or in bins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from octavo.core.engine_view import MAX_EXACT_BLOCKS, MAX_RUNS, NOBODY, NUM_BINS, BlockMap, BlockRun, BlockState
+from octavo.memory.block_manager import BlockManager
+from octavo.memory.block_pool import BlockPool
+from octavo.memory.block_tables import NO_BLOCK, BlockTables
+
+#: Sequence id, group id.
+Holder = tuple[int, int]
+
+
+def block_maps(blocks: BlockManager, holders: Iterable[Holder]) -> list[BlockMap]:
+    """The device pool of each KV group, and its host pool if it has blocks.
+
+    ``holders``: those that may hold blocks, in an order in which the first of several is named as a block's owner.
+    Takes some milliseconds for 100,000 blocks.
+    """
+    holders = list(holders)
+    maps = []
+    for group in blocks.groups:
+        for tables, on_host in ((group.on_device, False), (group.on_host, True)):
+            pool = tables.pool
+            if pool.num_blocks or not on_host:
+                numbers = group.number, on_host, group.block_size, group.window, pool.first, pool.num_blocks
+                maps.append(_fill(BlockMap(*numbers, []), tables, holders))
+    return maps
+
+
+def _fill(shown: BlockMap, tables: BlockTables, holders: list[Holder]) -> BlockMap:
+    states, references = _states(tables.pool)
+    shown.counts = np.bincount(states, minlength=len(BlockState)).tolist()
+    if shown.num_blocks <= MAX_EXACT_BLOCKS:
+        shown.runs = _runs(tables, holders, shown.block_size, states, references)
+    if shown.num_blocks > MAX_EXACT_BLOCKS or len(shown.runs) > MAX_RUNS:
+        shown.runs = []
+        shown.bin_size = -(-shown.num_blocks // NUM_BINS)
+        bins = np.arange(shown.num_blocks) // shown.bin_size
+        counts = np.bincount(bins * len(BlockState) + states, minlength=(bins[-1] + 1) * len(BlockState))
+        shown.bins = counts.reshape(-1, len(BlockState)).tolist()
+    return shown
+
+
+def _states(pool: BlockPool) -> tuple[np.ndarray, np.ndarray]:
+    """``BlockState`` of each block, and the references to it: int64 [blocks]."""
+    counts, kept = pool.references_and_kept()
+    references = np.array(counts, np.int64)
+    states = np.where(references > 1, BlockState.SHARED, np.where(references == 1, BlockState.USED, BlockState.FREE))
+    states[(references == 0) & (np.frombuffer(kept, np.uint8) != 0)] = BlockState.CACHED
+    states[np.array(pool.pinned, np.int64) - pool.first] = BlockState.PINNED
+    return states, references
+
+
+def _runs(
+    tables: BlockTables, holders: list[Holder], block_size: int, states: np.ndarray, references: np.ndarray
+) -> list[BlockRun]:
+    if not len(states):
+        return []
+    owners, indexes = np.full_like(states, NOBODY), np.zeros_like(states)
+    first, taken = tables.pool.first, bytearray(len(states))
+    for seq_id, group_id in holders:
+        table = tables.by_id.get(seq_id)
+        if not table:
+            continue
+        # What sequences share is the beginning of their tables: from the end on, up to a block that another has.
+        start = len(table)
+        while start and table[start - 1] != NO_BLOCK and not taken[table[start - 1] - first]:
+            start -= 1
+            taken[table[start] - first] = 1
+        own = np.array(table[start:], np.int64) - first
+        owners[own], indexes[own] = group_id, np.arange(start, len(table))
+    turns, owned = np.diff(indexes), owners[1:] != NOBODY
+    differs = (np.diff(states) != 0) | (np.diff(owners) != 0) | (np.diff(references) != 0)
+    differs |= owned & (np.abs(turns) != 1)
+    # Tables grow from either end of the ids that are allocated at once; within a run in one direction.
+    differs[1:] |= ~differs[1:] & ~differs[:-1] & (np.diff(turns) != 0)
+    starts = np.concatenate(([0], np.flatnonzero(differs) + 1))
+    counts = np.diff(np.append(starts, len(states)))
+    directions = np.where((counts > 1) & (owners[starts] != NOBODY), np.append(turns, 0)[starts], 0)
+    columns = (counts, states[starts], references[starts], owners[starts], indexes[starts] * block_size, directions)
+    return [BlockRun(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
