@@ -70,6 +70,13 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says loudly that nothing was tried in a browser, where there is none."""
+    reasons = {report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if report.longrepr}
+    for reason in sorted(reason for reason in reasons if "NO TEST OF THE PAGE" in reason):
+        terminalreporter.section(reason.removeprefix("Skipped: "), sep="!", red=True, bold=True)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test for a GPU, which is left out by default, is skipped where all are asked for and there is none."""
     if item.get_closest_marker("gpu"):

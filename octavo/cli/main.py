@@ -42,6 +42,8 @@ COMMANDS = {
     "embed": "write the vectors of texts, of a file of any size",
     "rerank": "sort texts by how well they fit a query",
     "batch": "answer a file of requests in the OpenAI API's batch format",
+    "top": "watch the engine of a server in the terminal",
+    "view": "show a recording of an engine in the browser",
     "pull": "download a model, unless it is cached, and print its folder",
     "list": "show the models in the cache",
     "rm": "remove models from the cache",

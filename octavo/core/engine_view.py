@@ -190,3 +190,5 @@ class EngineEvent(msgspec.Struct):
     views: list[EngineView]
     #: Seconds to the first token, between tokens and of requests.
     latencies: list[Histogram] = []
+    #: Whether the views have all steps that are known: those before are to be forgotten.
+    whole: bool = False

@@ -22,8 +22,8 @@ MAX_EVENTS = 4000
 class RecordingHeader(msgspec.Struct):
     """The first line."""
 
-    format: str = FORMAT
-    version: int = VERSION
+    format: str
+    version: int
     #: What was recorded, in words.
     title: str = ""
 
@@ -37,7 +37,7 @@ def write_recording(path: Path, title: str, events: Iterable[EngineEvent]) -> No
     encode = msgspec.json.encode
     try:
         with path.open("wb") as stream:
-            for line in (RecordingHeader(title=title), *events):
+            for line in (RecordingHeader(FORMAT, VERSION, title), *events):
                 stream.write(encode(line) + b"\n")
     except OSError as e:
         raise ConfigError(f"cannot write the recording {path}: {e.strerror}") from None
@@ -75,7 +75,7 @@ def _check_header(path: Path, line: bytes) -> None:
     try:
         header = msgspec.json.decode(line, type=RecordingHeader)
     except (msgspec.DecodeError, msgspec.ValidationError):
-        header = RecordingHeader(format="")
+        header = RecordingHeader("", VERSION)
     if header.format != FORMAT:
         raise ConfigError(f"{path} is no recording of an engine: its first line must name the format {FORMAT!r}")
     if header.version != VERSION:

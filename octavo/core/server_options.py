@@ -98,6 +98,11 @@ class ServerOptions(BaseModel):
     api_key_file: FilePath = Field(
         None, description=f"File of API keys, one a line; the variable {API_KEYS_VARIABLE} holds keys too."
     )
+    ui: bool = Field(
+        True,
+        description="Serve a page at / to chat with the model and to watch the engine; where others than this machine "
+        "reach the server, only if it has API keys, one of which the page asks for.",
+    )
     tls_cert: FilePath = Field(None, description="Certificate chain (PEM); makes the server speak HTTPS.")
     tls_key: FilePath = Field(None, description="Private key of the certificate (PEM).")
     allowed_origins: str | None = Field(
@@ -267,6 +272,14 @@ class ServerOptions(BaseModel):
             if given_one and self.lora_folder is None:
                 raise ValueError(f"{name} needs lora_folder, the folder that adapters are read from")
         return self
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches the address."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
     @property
     def origins(self) -> list[str]:

@@ -22,6 +22,7 @@ from octavo.server.api_errors import handle_errors
 from octavo.server.chat_completions import create_chat_completion
 from octavo.server.deferred_routes import DeferredRoutes, make_deferred
 from octavo.server.docs_page import docs_page
+from octavo.server.engine_events import engine_events
 from octavo.server.large_bodies import BodyRoute
 from octavo.server.llamacpp.llama_routes import add_llama_routes
 from octavo.server.messages import message_routes as messages
@@ -54,6 +55,7 @@ from octavo.server.responses import input_routes as inputs
 from octavo.server.responses import response_routes as responses
 from octavo.server.responses.response_protocol import DeletedResponse, InputTokens, ItemList, ResponseObject
 from octavo.server.service import Service
+from octavo.server.ui_middleware import UiMiddleware
 
 # FastAPI silences it while it builds validators; those of models that are built at their first use come later.
 warnings.filterwarnings("ignore", category=UnsupportedFieldAttributeWarning)
@@ -132,6 +134,9 @@ def make_routes(options: ServerOptions, metrics: Metrics, api_keys: Sequence[str
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
+    if options.ui and (options.is_local or api_keys):
+        app.add_middleware(UiMiddleware)
+    app.state.has_keys = bool(api_keys)
     app.add_middleware(RequestMiddleware, metrics=metrics, log_requests=options.log_requests)
     return app
 
@@ -201,6 +206,7 @@ def _add_other_routes(app: FastAPI) -> None:
     _add(app, "GET", "/health", operation.health, Health, "Server", errors={503: _WITH_BODY[503]})
     _add(app, "GET", "/version", operation.version, Version, "Server")
     app.add_route("/docs", _docs, include_in_schema=False)
+    app.add_route("/engine/events", engine_events, include_in_schema=False)
     text: dict[int | str, dict[str, Any]] = {
         200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}}
     }

@@ -9,6 +9,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from html import escape
 from socket import socket
 from typing import Any
 
@@ -35,8 +36,8 @@ async def answers_while_loading(sock: socket, options: ServerOptions) -> AsyncIt
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             async with asyncio.timeout(_TIMEOUT):
-                await reader.readuntil(b"\r\n\r\n")
-                writer.write(progress.response())
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(progress.page() if b"text/html" in head.lower() else progress.response())
                 await writer.drain()
                 if writer.can_write_eof():
                     writer.write_eof()
@@ -104,13 +105,28 @@ class _LastLine(logging.Handler):
         if (message := record.getMessage()).startswith(LOADING):
             self._line = message
 
+    @property
+    def _message(self) -> str:
+        return f"the model is loading, for {time.monotonic() - self._begin:.0f} s: {self._line}"
+
     def response(self) -> bytes:
-        """The response to any request."""
-        message = f"the model is loading, for {time.monotonic() - self._begin:.0f} s: {self._line}"
-        error = {"message": message, "type": "server_error", "param": None, "code": "loading"}
-        body = json.dumps({"error": error}).encode()
-        head = (
-            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-            f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        """The response to any request of a program."""
+        error = {"message": self._message, "type": "server_error", "param": None, "code": "loading"}
+        return _response(json.dumps({"error": error}).encode(), "application/json")
+
+    def page(self) -> bytes:
+        """The response to a browser, which asks again after a second."""
+        body = (
+            '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="1">'
+            '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
+            f"<title>Octavo is starting</title><h1>Octavo is starting</h1><p>{escape(self._message)}</p></html>"
         )
-        return head.encode() + body
+        return _response(body.encode(), "text/html; charset=utf-8", "Content-Security-Policy: default-src 'none'\r\n")
+
+
+def _response(body: bytes, media_type: str, headers: str = "") -> bytes:
+    head = (
+        f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: {media_type}\r\nRetry-After: 1\r\n{headers}"
+        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable
@@ -11,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from octavo import __version__
+from octavo.core.engine_view import Histogram as HistogramCounts
 from octavo.core.stats import GrammarStats
 from octavo.server.replica_metrics import FAMILIES, ReplicaMetrics, Total
 
@@ -99,6 +101,11 @@ class Metrics:
         if number not in self._replicas:
             self._replicas[number] = ReplicaMetrics(self._by_replica, str(number))
         return self._replicas[number]
+
+    def latencies(self) -> list[HistogramCounts]:
+        """The histograms of seconds to the first token, between tokens and of requests."""
+        named = {"first token": self.first_token, "between tokens": self.inter_token, "request": self.duration}
+        return [_counts(name, histogram) for name, histogram in named.items()]
 
     def http_started(self) -> None:
         """Counts an HTTP request that has begun."""
@@ -248,6 +255,14 @@ class Metrics:
         """Makes a family; returns a function from its label values to the metric."""
         family = kind(f"octavo_{name}", text, ["model_name", *(labels or [])], registry=self.registry, **options)
         return lambda *values: family.labels(self._model, *values)
+
+
+def _counts(name: str, histogram: Histogram) -> HistogramCounts:
+    [family] = histogram.collect()
+    upto = {float(s.labels["le"]): int(s.value) for s in family.samples if s.name.endswith("_bucket")}
+    totals = list(upto.values())
+    counts = [total - before for before, total in zip([0, *totals], totals, strict=False)]
+    return HistogramCounts(name, [bound for bound in upto if bound < math.inf], counts)
 
 
 class RequestObserver:

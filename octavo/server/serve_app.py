@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import ipaddress
 import logging
 import os
 import resource
@@ -76,7 +75,7 @@ def serve(
     tracer = Tracer(options.model_names(config.model)[0], endpoint) if endpoint else None
     _allow_many_connections()
     sys.setswitchinterval(SWITCH_INTERVAL)
-    open_to_all = not keys and not is_loopback(options.host)
+    open_to_all = not keys and not options.is_local
     with listening_socket(options) as sock:
         process = process or CoreProcess()
         try:
@@ -113,14 +112,6 @@ def check_plug_ins(options: ServerOptions) -> None:
 
     make_resolver(options.lora_resolver, options.lora_folder)
     ChatFormats(options.tool_call_parser, options.reasoning_parser)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _allow_many_connections() -> None:
@@ -356,6 +347,7 @@ class _ServerLifecycle:
         service = self._service
         service.closing = True
         logger.info("shutting down; %d open requests have %g s", service.llm.num_open, service.options.shutdown_timeout)
+        await service.events.close()
         self._server.should_exit = True
         await service.llm.shutdown(service.options.shutdown_timeout)
 

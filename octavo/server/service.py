@@ -21,6 +21,7 @@ from octavo.engine.adapter_registry import Adapter, listed
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.api_errors import ApiError, invalid, server_error, unsupported
 from octavo.server.chat_formats import ChatFormats
+from octavo.server.engine_events import EngineEvents
 from octavo.server.image_inputs import ImageInputs
 from octavo.server.metrics import Metrics
 from octavo.server.queue_limit import QueueLimit
@@ -57,6 +58,7 @@ class Service:
     responses: ResponseStore
     #: Of conversations.
     images: ImageInputs
+    events: EngineEvents
     tracer: Tracer | None = None
     #: Finds adapters that are not loaded yet.
     resolver: AdapterResolver | None = None
@@ -233,8 +235,8 @@ def make_service(
     resolver = make_resolver(options.lora_resolver, options.lora_folder)
     formats = ChatFormats(options.tool_call_parser, options.reasoning_parser)
     responses = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
-    images = ImageInputs(llm, options)
-    return Service(llm, options, metrics, model_names, limit, formats, responses, images, tracer, resolver)
+    images, events = ImageInputs(llm, options), EngineEvents(llm, metrics.latencies)
+    return Service(llm, options, metrics, model_names, limit, formats, responses, images, events, tracer, resolver)
 
 
 def service_of(request: Request) -> Service:

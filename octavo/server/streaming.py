@@ -37,10 +37,13 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
-        deadline: float,
+        deadline: float | None,
         failure: Callable[[ApiError], bytes] = lambda error: b"data: " + error.body() + b"\n\n",
     ) -> None:
-        """Owns ``events`` and closes it; ``deadline`` on the loop's clock; ``failure`` makes the event of an error."""
+        """Owns ``events`` and closes it; ``deadline`` on the loop's clock, None: none.
+
+        ``failure`` makes the event of an error.
+        """
         # Proxies must not buffer the stream.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]

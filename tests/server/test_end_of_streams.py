@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from octavo.server.serve_app import is_loopback
+from octavo.core.server_options import ServerOptions
 from tests.busy_machine import eventually
 from tests.server.running_server import Running
 
@@ -141,4 +141,4 @@ def test_a_server_of_this_machine_only_warns_of_nothing(tiny_server: Running) ->
      ("192.168.0.7", False), ("example.org", False)],
 )  # fmt: skip
 def test_addresses_of_this_machine(host: str, local: bool) -> None:
-    assert is_loopback(host) is local
+    assert ServerOptions(host=host).is_local is local

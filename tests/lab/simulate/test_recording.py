@@ -68,6 +68,13 @@ def test_what_is_no_recording_is_refused_with_the_line(content: bytes, words: st
         read_recording(path)
 
 
+def test_the_recording_of_the_documentation_shows_what_its_title_says() -> None:
+    shown = events(Path(__file__).resolve().parents[3] / "docs" / "recordings" / "forks_and_a_swap.jsonl")
+    views = [event.views[0] for event in shown if event.views]
+    assert {"fork", "copy", "swap", "swap_out", "evict"} <= {change.kind for view in views for change in view.changes}
+    assert views[-1].state.prefix_hit_tokens > 0
+
+
 def test_too_many_events_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "r.jsonl"
     path.write_bytes(b'{"format":"octavo-recording","version":1}\n' + b'{"time":1,"replicas":[],"views":[]}\n' * 4)

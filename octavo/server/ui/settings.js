@@ -1,0 +1,122 @@
+// The settings of a request, made of the server's own description of its routes: names, types and help texts.
+
+import { html, useState, useEffect } from "./dom.js";
+import { getJson } from "./api.js";
+
+/** Those that most people look for, in this order; all others stand below. */
+const FIRST = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty"];
+/** Fields that are no settings, or that the page sets itself. */
+const OTHERS = new Set([
+  "messages", "prompt", "model", "stream", "stream_options", "tools", "response_format", "logprobs", "top_logprobs", "functions", "function_call",
+  "max_completion_tokens", "suffix", "echo", "user", "store", "metadata", "return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs",
+  "logprob_token_ids", "structured_outputs", "documents", "chat_template", "prediction",
+]);
+
+const NAMES = { chat: "ChatCompletionRequest", completion: "CompletionRequest" };
+let description = null;
+
+async function fieldsOf(kind) {
+  description ??= getJson("/openapi.json");
+  try {
+    const { components } = await description;
+    return readFields(components.schemas[NAMES[kind]].properties, components.schemas);
+  } catch (error) {
+    description = null;
+    throw error;
+  }
+}
+
+function readFields(properties, schemas) {
+  const fields = [];
+  for (const [name, property] of Object.entries(properties)) {
+    const field = !OTHERS.has(name) && property.description && control(property, schemas);
+    if (field) fields.push({ name, help: property.description, ...field });
+  }
+  const rank = ({ name }) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
+  return fields.sort((a, b) => rank(a) - rank(b) || a.name.localeCompare(b.name));
+}
+
+/** How a field is given: { type: "number" | "boolean" | "choice" | "text" | "json" }; null if its schema allows anything. */
+function control(property, schemas) {
+  const kinds = (property.anyOf ?? [property]).map((one) => (one.$ref ? schemas[one.$ref.split("/").at(-1)] : one)).filter((one) => one && one.type !== "null");
+  const types = new Set(kinds.map((one) => one.type ?? (one.enum ? "string" : undefined)));
+  const choices = kinds.flatMap((one) => one.enum ?? (one.const !== undefined ? [one.const] : []));
+  if (!kinds.length || types.has(undefined)) return null;
+  if (choices.length) return { type: "choice", choices };
+  if (types.has("array") || types.has("object")) return { type: "json", alsoText: types.has("string") };
+  if (types.has("number") || types.has("integer")) return { type: "number", step: types.has("number") ? "any" : 1 };
+  if (types.has("boolean")) return { type: "boolean" };
+  return types.has("string") ? { type: "text" } : null;
+}
+
+/** The value of a setting from what was typed; undefined: left out. Throws a SyntaxError. */
+export function valueOf(field, typed) {
+  if (typed === "" || typed === undefined) return undefined;
+  if (field.type === "number") return Number(typed);
+  if (field.type === "boolean") return typed === "true";
+  if (field.type === "json") {
+    if (field.alsoText && !/^\s*[[{"]/.test(typed)) return typed.includes("\n") ? typed.split("\n").filter(Boolean) : typed;
+    return JSON.parse(typed);
+  }
+  return typed;
+}
+
+/** typed: what stands in the controls, by name; onChange gets it and the values, or the name of a wrong one. */
+export function Settings({ kind, typed, onChange }) {
+  const [fields, setFields] = useState(null);
+  const [error, setError] = useState("");
+  const load = () => fieldsOf(kind).then((list) => (setFields(list), setError("")), (reason) => setError(reason.message));
+  useEffect(() => void load(), [kind]);
+  useEffect(() => void (fields && onChange(typed, read(fields, typed))), [fields]);
+  if (error) return html`<p class="error" role="alert">${error} <button class="small" onClick=${load}>Try again</button></p>`;
+  if (!fields) return html`<p class="quiet">Loading the settings …</p>`;
+  const set = (name, value) => {
+    const next = { ...typed, [name]: value };
+    onChange(next, read(fields, next));
+  };
+  const wrong = read(fields, typed).wrong;
+  const one = (field) => html`<${Setting} key=${field.name} field=${field} typed=${typed[field.name] ?? ""} wrong=${wrong.includes(field.name)} onInput=${(value) => set(field.name, value)} />`;
+  const main = fields.filter((field) => FIRST.includes(field.name));
+  const changed = fields.filter((field) => !FIRST.includes(field.name) && typed[field.name]);
+  return html`<div class="settings">
+    ${main.map(one)}
+    <details>
+      <summary>All other settings${changed.length > 0 && ` (${changed.length} set)`}</summary>
+      ${fields.filter((field) => !FIRST.includes(field.name)).map(one)}
+    </details>
+    <button class="small" onClick=${() => onChange({}, { values: {}, wrong: [] })}>Reset all settings</button>
+  </div>`;
+}
+
+function read(fields, typed) {
+  const values = {};
+  const wrong = [];
+  for (const field of fields) {
+    try {
+      const value = valueOf(field, typed[field.name]);
+      if (value !== undefined && !Number.isNaN(value)) values[field.name] = value;
+    } catch {
+      wrong.push(field.name);
+    }
+  }
+  return { values, wrong };
+}
+
+function Setting({ field, typed, wrong, onInput }) {
+  const id = `setting-${field.name}`;
+  const common = { id, "aria-describedby": `${id}-help`, "aria-invalid": wrong ? "true" : undefined };
+  const input = (event) => onInput(event.target.value);
+  let element;
+  if (field.type === "boolean" || field.type === "choice") {
+    const choices = field.type === "boolean" ? ["true", "false"] : field.choices;
+    element = html`<select ...${common} value=${typed} onChange=${input}><option value="">default</option>${choices.map((choice) => html`<option value=${choice}>${choice}</option>`)}</select>`;
+  } else if (field.type === "json") {
+    element = html`<textarea ...${common} rows="1" spellcheck="false" value=${typed} placeholder=${field.alsoText ? "text, or JSON" : "JSON"} onInput=${input}></textarea>`;
+  } else {
+    element = html`<input ...${common} type=${field.type === "number" ? "number" : "text"} step=${field.step} value=${typed} placeholder="default" onInput=${input} />`;
+  }
+  return html`<div class="setting">
+    <label for=${id}>${field.name}</label>${element}
+    <p class="help" id=${`${id}-help`}>${wrong && html`<strong class="error">This is no JSON. </strong>`}${field.help}</p>
+  </div>`;
+}

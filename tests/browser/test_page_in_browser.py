@@ -1,0 +1,357 @@
+"""The page in a real browser: it streams, stops, survives its server, shows what /metrics say, and shuts nobody out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo.cli.view import make_server
+from tests.browser.browser import MISSING, Visit, visit
+from tests.busy_machine import PATIENCE, eventually
+from tests.server.running_server import TINY, Running, running
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"NO TEST OF THE PAGE WAS RUN: {MISSING}")
+
+#: What a model may write to get at the user.
+HOSTILE = """Hello <script>window.hacked = 1</script> <img src=x onerror="window.hacked = 2">
+[click](javascript:window.hacked=3) ![a picture](https://evil.example/a.png) <https://evil.example>
+
+# A title with <b>markup</b>
+
+- one **bold**
+- two `code <i>`
+
+| a | b |
+| --- | --- |
+| <svg onload="window.hacked=4"> | 2 |
+
+```html
+<iframe src="https://evil.example"></iframe>
+```
+"""
+
+
+#: What a test calls the element that has the keyboard.
+ACTIVE = "document.activeElement.ariaLabel || document.activeElement.id || document.activeElement.innerText || ''"
+
+
+def ask(shown: Visit, text: str, **settings: str) -> None:
+    """Sends a message with these settings."""
+    for name, value in settings.items():
+        shown.page.locator(f"#setting-{name}").fill(value)
+    shown.page.locator("#question").fill(text)
+    shown.page.get_by_role("button", name="Send").click()
+
+
+def answered(shown: Visit, text: str) -> None:
+    """Makes the server answer with this text, as if a model had written it."""
+    chunks: list[dict[str, Any]]
+    parts = [text[i : i + 7] for i in range(0, len(text), 7)]
+    chunks = [{"choices": [{"index": 0, "delta": {"content": part}, "finish_reason": None}]} for part in parts]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    headers = {"content-type": "text/event-stream"}
+    shown.page.route("**/v1/chat/completions", lambda route: route.fulfill(status=200, headers=headers, body=body))
+
+
+def stats(shown: Visit) -> Any:
+    return shown.page.locator(".stats").last
+
+
+@pytest.fixture
+def playground(browser: Any, site: Running) -> Iterator[Visit]:
+    with visit(browser, site.url) as shown:
+        shown.page.locator(".setting").first.wait_for()
+        yield shown
+
+
+# --- the playground -------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_streams_and_stays_in_the_browser(playground: Visit) -> None:
+    page = playground.page
+    ask(playground, "Hello there", max_tokens="12", temperature="0")
+    stats(playground).wait_for()
+    assert "first token after" in stats(playground).inner_text()
+    page.reload()
+    page.get_by_role("button", name="Hello there", exact=True).click()
+    assert page.locator(".asked").inner_text() == "Hello there"
+
+
+def test_settings_come_from_the_servers_description_and_reach_the_request(playground: Visit, site: Running) -> None:
+    page = playground.page
+    fields = httpx.get(f"{site.url}/openapi.json").json()["components"]["schemas"]["ChatCompletionRequest"][
+        "properties"
+    ]
+    assert page.locator("#setting-top_k-help").inner_text() == fields["top_k"]["description"]
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(playground, "x", max_tokens="3", top_k="7", seed="5", n="2", stop="zzz")
+    body = sent.value.post_data_json
+    assert (body["max_tokens"], body["top_k"], body["seed"], body["n"], body["stop"]) == (3, 7, 5, 2, "zzz")
+    page.locator(".branches .answer").nth(1).locator(".stats").wait_for()
+    page.get_by_role("radio", name="Answer 2 of 2").check()
+
+
+def test_each_tokens_probability_is_shown_with_the_keyboard_alone(playground: Visit) -> None:
+    page = playground.page
+    page.get_by_label("Each token's probability").check()
+    ask(playground, "Say it", max_tokens="6", temperature="0")
+    stats(playground).wait_for()
+    if page.get_by_role("button", name="Tokens").count():
+        page.get_by_role("button", name="Tokens").press("Enter")
+        page.locator(".tokens").focus()
+        page.keyboard.press("ArrowRight")
+        assert "%" in page.locator(".alternatives").inner_text()
+
+
+def test_an_answer_is_regenerated_beside_the_first_and_a_question_edited(playground: Visit) -> None:
+    page = playground.page
+    answered(playground, "An answer.")
+    ask(playground, "First words")
+    stats(playground).wait_for()
+    page.get_by_role("button", name="Regenerate").click()
+    page.locator(".branches .answer").nth(1).locator(".stats").wait_for()
+    page.get_by_role("button", name="Edit").click()
+    page.get_by_label("Changed question").fill("Other words")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.locator(".turn.user").get_by_role("button", name="Send").click()
+    assert [message["content"] for message in sent.value.post_data_json["messages"]] == ["Other words"]
+
+
+def test_markdown_is_shown_and_nothing_in_it_runs(playground: Visit) -> None:
+    page = playground.page
+    answered(playground, HOSTILE)
+    ask(playground, "Be bad")
+    stats(playground).wait_for()
+    answer = page.locator(".answer .markdown")
+    assert answer.locator("script, img, svg, iframe, b").count() == 0
+    assert answer.locator("strong").inner_text() == "bold" and answer.locator("td").count() == 2
+    assert "<script>window.hacked = 1</script>" in answer.inner_text()
+    links = answer.locator("a").evaluate_all("all => all.map(one => [one.href, one.rel])")
+    assert links and all(href.startswith("https://") and "noopener" in rel for href, rel in links)
+    assert page.evaluate("window.hacked") is None
+    assert [heading.inner_text() for heading in answer.get_by_role("heading").all()] == ["A title with <b>markup</b>"]
+
+
+def test_a_wrong_schema_is_named_and_a_right_one_is_sent(playground: Visit) -> None:
+    page = playground.page
+    page.get_by_text("JSON schema", exact=True).click()
+    page.get_by_label("JSON schema").fill("{nonsense")
+    ask(playground, "x")
+    assert "JSON schema" in page.get_by_role("alert").inner_text()
+    page.get_by_label("JSON schema").fill('{"type": "object"}')
+    answered(playground, "{}")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="Send").click()
+    assert sent.value.post_data_json["response_format"]["json_schema"]["schema"] == {"type": "object"}
+
+
+def test_the_request_as_python_runs(playground: Visit, site: Running, tmp_path: Path) -> None:
+    page = playground.page
+    ask(playground, 'It\'s "quoted" $HOME', max_tokens="4", top_k="3", temperature="0")
+    stats(playground).wait_for()
+    page.get_by_text("Copy as curl or Python").click()
+    page.get_by_label("Python").check()
+    script = tmp_path / "sample.py"
+    script.write_text(page.locator(".samples pre").inner_text())
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    page.get_by_label("curl").check()
+    command = page.locator(".samples pre").inner_text()
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=PATIENCE)
+    assert "data: [DONE]" in done.stdout
+
+
+def test_stop_stops_the_engine_too(browser: Any, tiny_model: Path, tmp_path: Path) -> None:
+    with running(tiny_model, tmp_path / "log", *TINY) as server, visit(browser, server.url) as shown:
+        shown.page.locator(".setting").first.wait_for()
+        core = server.core_pid()
+        os.kill(core, signal.SIGSTOP)
+        try:
+            ask(shown, "x", max_tokens="200")
+            shown.page.get_by_role("button", name="Stop").click()
+            stats(shown).wait_for()
+            assert "stopped" in stats(shown).inner_text()
+        finally:
+            os.kill(core, signal.SIGCONT)
+        server.wait_until_idle()
+        assert server.metric("octavo_requests_finished_total", reason="abort") == 1
+
+
+def test_a_killed_core_is_a_pause(browser: Any, tiny_model: Path, tmp_path: Path) -> None:
+    with running(tiny_model, tmp_path / "log", *TINY) as server, visit(browser, server.url) as shown:
+        shown.page.locator(".setting").first.wait_for()
+        core = server.core_pid()
+        os.kill(core, signal.SIGSTOP)
+        ask(shown, "x", max_tokens="40")
+        eventually(lambda: server.metric("octavo_http_open_requests") > 1)
+        os.kill(core, signal.SIGKILL)
+        stats(shown).wait_for()
+        assert shown.page.get_by_role("alert").count() == 0 and "tokens" in stats(shown).inner_text()
+
+
+def test_a_lost_server_is_shown_and_found_again(browser: Any, tiny_model: Path, tmp_path: Path) -> None:
+    with running(tiny_model, tmp_path / "log", *TINY) as server:
+        port = str(server.address[1])
+        with visit(browser, server.url, "/#engine") as shown:
+            page = shown.page
+            page.get_by_role("status").get_by_text("Live").wait_for()
+            server.process.kill()
+            server.process.wait()
+            page.get_by_text("This page tries again").wait_for()
+            with running(tiny_model, tmp_path / "again", *TINY, "--port", port):
+                page.get_by_role("status").get_by_text("Live").wait_for()
+                page.get_by_text("This page tries again").wait_for(state="hidden")
+            shown.forgive("ERR_", "Failed to load resource")
+
+
+def test_a_key_is_asked_for_and_a_wrong_one_refused(browser: Any, tiny_model: Path, tmp_path: Path) -> None:
+    environment = {"OCTAVO_API_KEYS": "right-key"}
+    with running(tiny_model, tmp_path / "log", *TINY, env=environment) as server, visit(browser, server.url) as shown:
+        page = shown.page
+        page.get_by_label("API key").fill("wrong-key")
+        assert shown.violations() == []
+        page.get_by_role("button", name="Use this key").click()
+        page.get_by_text("not known").wait_for()
+        page.get_by_label("API key").fill("right-key")
+        page.get_by_role("button", name="Use this key").click()
+        page.locator(".setting").first.wait_for()
+        page.get_by_role("link", name="Engine").click()
+        page.get_by_role("status").get_by_text("Live").wait_for()
+        assert page.evaluate("JSON.stringify(localStorage)").count("right-key") == 0
+        shown.forgive("401")
+
+
+# --- the engine -----------------------------------------------------------------------------------------------------
+
+
+def test_the_maps_counts_are_those_of_the_metrics(browser: Any, site: Running) -> None:
+    with site.http() as http, visit(browser, site.url, "/#engine") as shown:
+        body = {"prompt": "a long enough prompt to fill some blocks of the cache", "max_tokens": 30, "ignore_eos": True}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        site.wait_until_idle()
+        used, cached, free = (int(site.metric("octavo_kv_cache_blocks", state=s)) for s in ("used", "cached", "free"))
+        assert cached > 0
+        words = f"{used + cached + free} blocks of 16 tokens: {used} blocks used, {cached} cached, {free} free."
+        shown.page.locator(".pool-title").get_by_text(words).wait_for()
+        map_ = shown.page.locator(".map canvas").first
+        assert words in str(map_.get_attribute("aria-label"))
+        map_.focus()
+        shown.page.keyboard.press("ArrowRight")
+        assert re.match(r"Block 0: (cached|free)", shown.page.locator(".tip").first.inner_text())
+
+
+def test_the_engine_can_be_paused_stepped_back_saved_and_opened(browser: Any, site: Running, tmp_path: Path) -> None:
+    with site.http() as http, visit(browser, site.url, "/#engine") as shown:
+        page = shown.page
+        for _ in range(2):
+            http.post("/v1/completions", json={"prompt": "x", "max_tokens": 20, "ignore_eos": True})
+        last = int(site.metric("octavo_step_duration_seconds_count"))
+        page.get_by_text(f"step {last:,}", exact=True).wait_for()
+        page.get_by_role("button", name="Pause").click()
+        page.get_by_role("button", name="One step back").click()
+        page.get_by_text(f"step {last - 1:,}", exact=True).wait_for()
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Save").click()
+        saved = tmp_path / "saved.jsonl"
+        download.value.save_as(saved)
+        page.get_by_role("button", name="Resume").click()
+        page.get_by_text("Live", exact=True).wait_for()
+        page.get_by_label("Open").set_input_files(saved)
+        page.get_by_role("status").get_by_text("Recording").wait_for()
+        assert page.locator(".map canvas").count() >= 1
+        page.get_by_label("Open").set_input_files({"name": "x.jsonl", "mimeType": "", "buffer": b"no recording"})
+        assert "no recording" in page.get_by_role("alert").inner_text()
+
+
+def test_a_recording_is_shown_by_the_same_page(browser: Any, tmp_path: Path) -> None:
+    from octavo.cli.main import main
+
+    path = tmp_path / "run.jsonl"
+    flags = ["--num-requests", "12", "--request-rate", "50", "--num-gpu-blocks-override", "100", "--record", str(path)]
+    assert main(["simulate", *flags]) == 0
+    server = make_server(path.read_bytes())
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        with visit(browser, f"http://127.0.0.1:{server.server_address[1]}") as shown:
+            page = shown.page
+            page.get_by_role("status").get_by_text("simulated").wait_for()
+            page.get_by_label("Step", exact=True).fill("40")
+            page.locator(".map canvas").first.wait_for()
+            assert page.locator(".queue table").count() >= 1
+            assert shown.violations() == []
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+# --- for everybody --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("colors", ["light", "dark"])
+def test_axe_finds_nothing(browser: Any, site: Running, colors: str) -> None:
+    with visit(browser, site.url, color_scheme=colors) as shown:
+        shown.page.locator(".setting").first.wait_for()
+        shown.page.get_by_text("System prompt").click()
+        answered(shown, HOSTILE)
+        ask(shown, "x", n="1")
+        stats(shown).wait_for()
+        assert shown.violations() == []
+        shown.page.get_by_role("link", name="Engine").click()
+        shown.page.locator(".map canvas").first.wait_for()
+        assert shown.violations() == []
+
+
+#: A phone, and a window of 1280 x 800 pixels at 200 %.
+@pytest.mark.parametrize("size", [(360, 740, 2), (640, 400, 2)])
+def test_the_page_fits_a_phone_and_a_zoom_of_two(browser: Any, site: Running, size: tuple[int, int, int]) -> None:
+    width, height, scale = size
+    options: dict[str, Any] = {"viewport": {"width": width, "height": height}, "device_scale_factor": scale}
+    with visit(browser, site.url, **options) as shown:
+        answered(shown, HOSTILE + "long" * 100)
+        ask_box = shown.page.locator("#question")
+        ask_box.fill("x" * 300)
+        shown.page.get_by_role("button", name="Send").click()
+        stats(shown).wait_for()
+        assert shown.overflow <= 0
+        shown.page.get_by_role("link", name="Engine").click()
+        shown.page.locator(".map canvas").first.wait_for()
+        assert shown.overflow <= 0
+
+
+def test_everything_is_reached_by_the_keyboard(playground: Visit) -> None:
+    page = playground.page
+    reached = set()
+    page.locator("h1 a").focus()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate(f"({ACTIVE}).trim()"))
+    assert {"Playground", "Engine", "New", "question", "setting-temperature", "setting-seed"} <= reached
+
+
+def test_the_theme_is_chosen_and_kept(playground: Visit) -> None:
+    page: Any = playground.page
+
+    def read() -> str:
+        color: str = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return color
+
+    page.locator(".theme select").select_option("dark")
+    dark = read()
+    page.locator(".theme select").select_option("light")
+    assert read() != dark
+    page.reload()
+    assert page.locator(".theme select").input_value() == "light"

@@ -1,0 +1,117 @@
+"""``octavo top``: the engine of a server as text; a server that refuses or does not answer is named."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from octavo.cli.main import main
+from octavo.cli.top_view import StepHistory, render
+from octavo.core.engine_view import (
+    BlockMap,
+    BlockRun,
+    Change,
+    EngineEvent,
+    EngineView,
+    GroupRow,
+    ReplicaRow,
+    StepRecord,
+)
+from octavo.core.stats import SchedulerState
+
+
+def event(num_blocks: int = 20, bin_size: int = 0) -> EngineEvent:
+    runs = [BlockRun(5, 2, 1, 7, 0, 1), BlockRun(3, 3, 2, 8, 0, 1), BlockRun(num_blocks - 8, 0, 0, -1, 0, 0)]
+    blocks = BlockMap(0, False, 16, None, 0, num_blocks, [num_blocks - 8, 0, 5, 3, 0], runs)
+    if bin_size:
+        blocks.runs, blocks.bin_size, blocks.bins = [], bin_size, [[num_blocks - 8, 0, 5, 3, 0]]
+    group = GroupRow(7, "running", 2, 40, 12, 52, 16, 3.5, 0, 0, 1, 4, 8)
+    steps = [StepRecord(i, i * 0.1, 0.1, 0.09, 0.08, 0.0, 0, 4, 1, 0, 0, 8, 0, 12, 0, 100, 40) for i in range(1, 30)]
+    state = SchedulerState(steps=29, num_running=1, blocks_used=8, blocks_free=num_blocks - 8, preemptions_by_swap=1)
+    changes = [Change("copy", 28, -1, [3, 4]), Change("swap", 27, 7, [], 4, 8)]
+    view = EngineView(0, 3.0, 512, 64, state, [blocks], [group], steps, changes, 2, 0)
+    return EngineEvent(1.0, [ReplicaRow(0, "ready", 1, 0)], [view], [], True)
+
+
+def text(shown: EngineEvent, width: int = 100) -> str:
+    history = StepHistory()
+    history.add(shown)
+    console = Console(width=width, record=True, file=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(render(shown, history, width))
+    return capture.get()
+
+
+def test_an_event_is_shown_as_text() -> None:
+    shown = text(event())
+    assert "1 running, 0 waiting, 0 swapped" in shown and "40.0 output tokens/s" in shown
+    assert "20 blocks: 12 free, 5 used, 3 shared" in shown and "■■■■■■■■············" in shown
+    assert "7 x 2" in shown and "1 swapped (4 blocks), for 8" in shown
+    assert "step 28: copy 3 4" in shown and "step 27: swap of request 7" in shown
+
+
+@pytest.mark.parametrize("width", [20, 40, 200])
+def test_it_fits_any_terminal(width: int) -> None:
+    for line in text(event(), width).splitlines():
+        assert len(line) <= width
+
+
+def test_very_many_blocks_share_cells() -> None:
+    shown = text(event(100_000, bin_size=100_000))
+    assert "(a cell is 167)" in shown and len(shown.splitlines()) < 40
+
+
+def test_a_core_that_starts_is_named() -> None:
+    shown = msgspec.structs.replace(event(), views=[], replicas=[ReplicaRow(0, "starting", 3, 1)])
+    assert "0 starting (3 requests)" in text(shown)
+
+
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[str]:
+    """A server that gives every request this answer."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            ok = status == 200 or self.headers.get("authorization") == "Bearer right"
+            self.send_response(200 if ok else status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_once_prints_the_first_view_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    empty = msgspec.structs.replace(event(), views=[])
+    stream = b"".join(b"data: " + msgspec.json.encode(one) + b"\n\n" for one in (empty, event()))
+    with answering(200, stream) as url:
+        assert main(["top", url, "--once"]) == 0
+        assert "step 29" in capsys.readouterr().out
+    with answering(200, b"") as url:
+        assert main(["top", url, "--once"]) == 1
+
+
+def test_a_server_that_refuses_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    refusal = msgspec.json.encode({"error": {"message": "no API key was sent"}})
+    with answering(401, refusal) as url:
+        assert main(["top", url]) == 2
+        assert "answered 401: no API key was sent" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["ftp://x"], ["http://127.0.0.1:9"], ["http://a", "http://b"]])
+def test_what_is_no_server_is_refused(words: list[str]) -> None:
+    assert main(["top", *words]) == 2
