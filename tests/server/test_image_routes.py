@@ -16,6 +16,8 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from octavo import LLM, SamplingParams
@@ -112,6 +114,42 @@ def test_llm_chat_takes_the_same_messages(server: Running, llm: LLM) -> None:
         message = {"role": "user", "content": [part, text_part("what?")]}
         [output] = llm.chat([message], SamplingParams(**WHAT), use_tqdm=False)
         assert (output.prompt_token_ids, output.outputs[0].token_ids) == expected
+
+
+IMAGES = [A, B]
+MIXES = st.lists(st.one_of(st.integers(0, 1), st.text("abc .", min_size=1, max_size=6)), min_size=1, max_size=6).filter(
+    lambda parts: sum(isinstance(part, int) for part in parts) <= 3
+)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(MIXES)
+def test_any_mix_of_parts_is_the_same_on_all_routes(server: Running, llm: LLM, mix: list[int | str]) -> None:
+    """And offline. Texts beside each other are joined by a line break."""
+    expected = ""
+    for i, part in enumerate(mix):
+        follows = i > 0 and isinstance(part, str) and isinstance(mix[i - 1], str)
+        expected += "<image>" if isinstance(part, int) else f"\n{part}" if follows else part
+    images = [IMAGES[part] for part in mix if isinstance(part, int)]
+    made = chat(server, *(text_part(p) if isinstance(p, str) else image_part(IMAGES[p]) for p in mix))
+    assert tokens_of(made) == offline(llm, expected, *images)
+    said = made.json()["choices"][0]["message"]["content"]
+    blocks = [text_part(p) if isinstance(p, str) else anthropic_block(IMAGES[p]) for p in mix]
+    items = [{"type": "input_text", "text": p} if isinstance(p, str) else
+             {"type": "input_image", "image_url": data_url(IMAGES[p])} for p in mix]  # fmt: skip
+    with server.http() as http:
+        messages = [{"role": "user", "content": blocks}]
+        message = http.post("/v1/messages", json={"model": "eyes", "messages": messages, **WHAT}).json()
+        given_items = [{"role": "user", "content": items}]
+        body = {"input": given_items, "max_output_tokens": 8, "temperature": 0.0, "seed": 5}
+        response = http.post("/v1/responses", json=body).json()
+    assert "".join(block["text"] for block in message["content"]) == said
+    assert "".join(part["text"] for item in response["output"] for part in item["content"]) == said
+
+
+def anthropic_block(image: np.ndarray) -> dict[str, Any]:
+    data = base64.b64encode(file_of(image)).decode()
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
 
 
 def test_openai_client(server: Running, llm: LLM) -> None:
