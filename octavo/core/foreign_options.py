@@ -30,7 +30,7 @@ ANY = ForeignOption(())
 ON_OR_OFF = ForeignOption((False, True))
 
 _ONE_WORKER = "workers divide matrices and layers, nothing else"
-_TEXT_ALONE = "models take text alone, no images or audio"
+_PROCESSED = "a model's own files say how images are processed"
 _GENERATES = "a model does all that its network has a head for, or what the option task says"
 _POOLING = "the model's files say how it pools, and PoolingParams what a request wants (docs/embeddings.md)"
 _SPECULATION = "drafts are asked for with speculative_config"
@@ -60,8 +60,8 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     "convert": ForeignOption(("auto", "none", "embed"), _GENERATES),
     "pooler_config": ForeignOption((None,), _POOLING),
     "override_pooler_config": ForeignOption((None,), _POOLING),
-    "mm_processor_kwargs": ForeignOption((None, {}), _TEXT_ALONE),
-    "allowed_local_media_path": ForeignOption(("", None), _TEXT_ALONE),
+    "mm_processor_kwargs": ForeignOption((None, {}), _PROCESSED),
+    "allowed_local_media_path": ForeignOption(("", None), "no files of the server's machine are read for clients"),
     "disable_mm_preprocessor_cache": ON_OR_OFF,
     "disable_chunked_mm_input": ON_OR_OFF,
     "mm_processor_cache_gb": ANY,
@@ -130,8 +130,8 @@ FOREIGN_KEYWORDS: dict[str, ForeignOption] = {
     "guided_options_request": ForeignOption((None,), "its name is SamplingParams.structured_outputs"),
     "tokenization_kwargs": ForeignOption((None, {}), "SamplingParams.truncate_prompt_tokens shortens prompts"),
     "prompt_token_ids": ForeignOption((None,), "a prompt is TokensPrompt(prompt_token_ids=...) or the list itself"),
-    "mm_processor_kwargs": ForeignOption((None, {}), _TEXT_ALONE),
-    "chat_template_content_format": ForeignOption(("auto", "string"), "templates get the content as text"),
+    "mm_processor_kwargs": ForeignOption((None, {}), _PROCESSED),
+    "chat_template_content_format": ForeignOption(("auto", "string"), "a template gets parts where it reads them"),
     "concurrency_limit": ANY,  # the scheduler runs as many as fit
 }
 

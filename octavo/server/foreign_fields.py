@@ -19,7 +19,7 @@ _SAMPLER = "there is no such sampler; temperature, top_k, top_p, min_p and the p
 _CODE = "code in requests is not run"
 _PENALTY = "use repetition_penalty, frequency_penalty or presence_penalty"
 _LAZY = "structural_tag says where JSON begins within the answer"
-_TEXT_ONLY = "the model reads text only"
+_PROCESSED = "the model's own files say how images are processed"
 
 
 class Labels(RequestModel):
@@ -98,9 +98,9 @@ class EngineFields(Labels):
     response_fields: Any = refused("responses have the fields of the OpenAI API", [])
     # Prompts
     prompt_embeds: Any = refused("a prompt is text or token ids")
-    image_data: Any = refused(_TEXT_ONLY, [])
-    mm_processor_kwargs: Any = refused(_TEXT_ONLY, {})
-    media_io_kwargs: Any = refused(_TEXT_ONLY, {})
+    image_data: Any = refused("images are parts of the messages of a chat", [])
+    mm_processor_kwargs: Any = refused(_PROCESSED, {})
+    media_io_kwargs: Any = refused(_PROCESSED, {})
     session_params: Any = refused("send the whole prompt: the prefix cache finds what it knows of it")
     extra_key: Any = refused("its name is cache_salt")
     thinking_forced_open: Any = refused("the option --reasoning-parser deepseek_r1 does this", False)

@@ -127,7 +127,7 @@ SERVED: dict[str, dict[str, str]] = {
     "version": {"__version__": f"{_HERE}.helpers:VERSION"},
 }
 
-_TEXT_ALONE = "models take text alone, without images, audio or video"
+_IMAGES = "images are those of PIL, or arrays, in a prompt's multi_modal_data; audio and video are not taken"
 _NO_TRANSFER = "the KV cache is not shared between engines; replicas of one server share work (data_parallel_size)"
 _WEIGHTS = "weights are read from files, again by sleep(level=2) and wake_up(); LLM.collective_rpc reaches the workers"
 _NETWORKS = "networks are Octavo's own; one more is a file in octavo/models and a line of its registry"
@@ -136,13 +136,13 @@ _STATS = "statistics of each step go to an octavo.StatLogger (stat_loggers), and
 
 #: Modules, with those in them, and what there is instead.
 ABSENT_MODULES: dict[str, str] = {
-    "assets": _TEXT_ALONE,
+    "assets": _IMAGES,
     "attention": "kernels are chosen by the options device and kernels",
     "benchmarks": "measurements are the commands `octavo bench offline`, `octavo bench serve` and others",
     "compilation": "networks are not compiled; decode steps are captured on GPUs (graph_capture)",
     "config": "options are keywords of LLM and fields of EngineArgs; octavo.EngineConfig has them all",
     "distributed.device_communicators": "workers are connected by the option distributed_executor_backend",
-    "distributed.ec_transfer": _TEXT_ALONE,
+    "distributed.ec_transfer": "features of images stay in the engine that made them",
     "distributed.kv_events": _NO_TRANSFER,
     "distributed.kv_transfer": _NO_TRANSFER,
     "distributed.weight_transfer": _WEIGHTS,
@@ -152,7 +152,7 @@ ABSENT_MODULES: dict[str, str] = {
     "kernels": "kernels are chosen by the options device and kernels",
     "lora": "adapters are LoRARequest of vllm.lora.request, and the methods add_lora, remove_lora and list_loras",
     "model_executor": _NETWORKS,
-    "multimodal": _TEXT_ALONE,
+    "multimodal": _IMAGES,
     "plugins": "logits processors and scheduling policies are named as module:Class (docs/extending.md)",
     "reasoning": "reasoning is parsed by the server (--reasoning-parser)",
     "renderers": "LLM.chat takes a chat template as text or by name (chat_template)",

@@ -75,7 +75,7 @@ class PooledFields(Labels):
     endianness: Any = refused("base64 is of little-endian numbers", "little", "native")
     late_chunking: Any = refused("each input is computed by itself", False)
     additional_data: Any = hint("a label of the client's")
-    mm_processor_kwargs: Any = refused("the model reads text only", {})
+    mm_processor_kwargs: Any = refused("images are not read for vectors and scores", {})
     lora_request: Any = refused("an adapter is named as the model (/v1/models lists them)")
 
 
