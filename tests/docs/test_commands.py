@@ -147,3 +147,26 @@ def test_commands_are_found_where_they_stand() -> None:
 def test_a_wrong_command_is_found(words: tuple[str, ...]) -> None:
     command = Command("page.md", 1, words)
     assert READERS.get(command.words[0], read_paths)(command.words[1:]) is not None
+
+
+#: Flags of other programs that pages speak of, beside those in tables for people who come from elsewhere.
+FOREIGN_FLAGS = {"--gpus", "--ipc", "--shm-size", "--nproc-per-node", "--nproc_per_node", "--build-arg"}
+
+
+def test_flags_that_pages_name_alone_exist() -> None:
+    known = set(FOREIGN_FLAGS)
+    for name in COMMANDS:
+        makers = [parser(name), *(make() for make in parser(name).kinds.values() if make is not None)]
+        known |= {flag for each in makers for flag in each._option_string_actions}
+    known |= {
+        flag for file in (ROOT / "scripts").glob("*.py") for flag in re.findall(r'"(--[a-z-]+)"', file.read_text())
+    }
+    wrong = []
+    for page in PAGES:
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+            # The first column of such tables has the other program's flags.
+            ours = line.split(" | ", 1)[-1] if page.name.startswith("coming-from") and line.startswith("|") else line
+            for flag in re.findall(r"`(--[a-z][a-z_-]+)", ours):
+                if flag not in known:
+                    wrong.append(f"{page.name}:{number}: {flag}")
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,143 @@
+"""Blocks of Python, JSON and YAML in README and docs: all are read, and what a built-in model is enough for is run."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import io
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from octavo.core.config_sources import OPTIONS
+from tests.busy_machine import PATIENCE
+from tests.docs.snippets import PAGES, ROOT, Block, blocks
+from tests.server.running_server import Running, running
+
+EVERY = [block for page in PAGES for block in blocks(page)]
+PYTHON = [block for block in EVERY if block.language == "python"]
+
+#: (page, beginning of a line of the block) of those that are run in the default suite: they take a second or two.
+QUICK = [("README.md", "llm = LLM("), ("laptop.md", "llm = LLM("), ("researcher.md", "figures =")]
+#: Those that speak to a server with a built-in model.
+OF_SERVERS = {
+    ("serving.md", "first = client.responses"): "smollm2-135m",
+    ("serving.md", "print(client.messages"): "smollm2-135m",
+    ("serving.md", "vectors = client.embeddings"): "all-minilm-l6-v2",
+    ("structured-output.md", "client = OpenAI("): "smollm2-135m",
+}
+#: Those that are not run, and why not.
+NOT_RUN = {
+    ("adapters.md", ""): "adapters and folders of the reader's",
+    ("adding-a-model.md", ""): "parts of a file, which tests/models runs whole",
+    ("batch.md", ""): "Ray; tests/data runs the same calls",
+    ("embeddings.md", "import octavo.data"): "Ray",
+    ("encoder-decoder.md", ""): "a checkpoint that is not built in",
+    ("extending.md", ""): "parts of files, with names that the text explains",
+    ("models.md", ""): "a file of the reader's",
+    ("parallelism.md", ""): "torchrun, and a module of the reader's",
+    ("speculation.md", ""): "a part of a program",
+    ("speech.md", ""): "a recording of the reader's",
+    ("statistics.md", "class Prometheus"): "goes on with the block before it",
+    ("statistics.md", "from torch.utils.tensorboard"): "tensorboard",
+    ("tools.md", ""): "parts of files",
+}  # fmt: skip
+
+
+def is_one(block: Block, keys: object) -> bool:
+    """Whether one of these (page, beginning of a line) is the block's."""
+    lines = [line.strip() for line in block.text.splitlines()]
+    return any(block.page == page and any(line.startswith(begin) for line in lines) for page, begin in keys)  # type: ignore[attr-defined]
+
+
+def name(block: Block) -> str:
+    return f"{block.page}:{block.line}"
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=name)
+def test_python_is_valid_and_what_it_imports_of_octavo_exists(block: Block) -> None:
+    body = textwrap.dedent(block.text)
+    wrapped = body if not body.rstrip().endswith(("),", "],")) else f"_ = {{\n{body}\n}}"
+    for node in ast.walk(ast.parse(wrapped)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "octavo":
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.util.find_spec(f"{node.module}.{alias.name}")
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "octavo" and not alias.name.startswith("octavo.data"):
+                    importlib.import_module(alias.name)
+
+
+@pytest.mark.parametrize("block", [block for block in PYTHON if is_one(block, QUICK)], ids=name)
+def test_what_is_quick_prints_what_the_page_says(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(block.text, name(block), "exec"), {"__name__": "snippet"})
+    assert printed.getvalue().strip()
+    of_page = [each for each in EVERY if each.page == block.page]
+    after = of_page[of_page.index(block) + 1 :][:1]
+    if after and after[0].language == "text":
+        assert printed.getvalue() == after[0].text
+
+
+def test_quick_blocks_are_found() -> None:
+    assert sum(is_one(block, QUICK) for block in PYTHON) == len(QUICK)
+    for page, begin in [*OF_SERVERS, *NOT_RUN]:
+        assert any(is_one(block, [(page, begin)]) for block in PYTHON), (page, begin)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "block", [block for block in PYTHON if not is_one(block, [*QUICK, *OF_SERVERS, *NOT_RUN])], ids=name
+)
+def test_a_program_comes_to_its_end(block: Block, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    # Engines of several processes start themselves from the program's file.
+    program.write_text("if __name__ == '__main__':\n" + textwrap.indent(block.text, "    "))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(program)], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module", params=sorted(set(OF_SERVERS.values())))
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Running]]:
+    with running(request.param, tmp_path_factory.mktemp("server") / "log") as server:
+        yield request.param, server
+
+
+@pytest.mark.slow
+def test_clients_are_answered(server: tuple[str, Running]) -> None:
+    model, started = server
+    for block in PYTHON:
+        if is_one(block, [key for key, needed in OF_SERVERS.items() if needed == model]):
+            text = block.text.replace("http://127.0.0.1:8000", started.url)
+            exec(compile(text, name(block), "exec"), {"__name__": "snippet"})
+
+
+@pytest.mark.parametrize("block", [block for block in EVERY if block.language == "json"], ids=name)
+def test_json_is_valid(block: Block) -> None:
+    if "…" in block.text or "..." in block.text:
+        return
+    try:
+        json.loads(block.text)
+    except json.JSONDecodeError:
+        for line in block.text.splitlines():
+            json.loads(line)
+
+
+@pytest.mark.parametrize("block", [block for block in EVERY if block.language in ("yaml", "yml")], ids=name)
+def test_yaml_names_options_that_exist(block: Block) -> None:
+    for key in yaml.safe_load(block.text):
+        assert key.replace("-", "_") in OPTIONS, f"{name(block)}: there is no option {key}"

@@ -1,0 +1,69 @@
+"""What a release is made with: the workflow, the settings of cibuildwheel, and the scripts that try it."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from octavo.cli import generate
+from tests.test_package import ROOT, script
+
+
+def project() -> dict[str, dict[str, dict[str, str]]]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_wheels_are_built_for_each_python_that_the_package_says_it_runs_on() -> None:
+    classifiers = project()["project"]["classifiers"]
+    versions = [text.rsplit(" ", 1)[1].replace(".", "") for text in classifiers if "Python :: 3." in text]
+    assert project()["tool"]["cibuildwheel"]["build"] == " ".join(f"cp{version}-*" for version in versions)
+
+
+def test_a_wheel_is_tried_by_a_command_that_there_is() -> None:
+    command = str(project()["tool"]["cibuildwheel"]["test-command"])
+    assert "import octavo._cpu" in command, "the build succeeds without the kernels, too"
+    words = shlex.split(command.split("&&")[1])
+    assert words[:2] == ["octavo", "generate"]
+    generate.make_parser().read(words[2:])
+
+
+def test_the_workflow_builds_on_both_architectures_and_publishes_all_of_it() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))["jobs"]
+    built = {each["arch"] for each in jobs["wheels"]["strategy"]["matrix"]["include"]}
+    assert built == {"x86_64", "aarch64"}
+    assert set(jobs["publish"]["needs"]) == {"wheels", "sdist"}
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "expected"),
+    [
+        ("octavo-0-cp311-cp311-manylinux_2_28_x86_64.whl", ["octavo/_cpu.so"], []),
+        ("octavo-0-cp311-cp311-linux_x86_64.whl", ["octavo/_cpu.so"], ["for one system alone"]),
+        ("octavo-0-cp311-cp311-manylinux_2_28_x86_64.whl", ["octavo/a.py"], ["lacks the compiled kernels"]),
+        ("octavo-0-cp311-cp311-manylinux_2_28_x86_64.whl", ["octavo/_cpu.so", "tests/a.py"], ["tests/a.py"]),
+    ],
+)
+def test_a_wheel_that_is_not_to_be_released_is_found(
+    tmp_path: Path, name: str, files: list[str], expected: list[str]
+) -> None:
+    with zipfile.ZipFile(tmp_path / name, "w") as wheel:
+        for file in files:
+            wheel.writestr(file, "")
+    found = script("release_wheel").problems(tmp_path / name)
+    assert len(found) == len(expected)
+    assert all(part in line for part, line in zip(expected, found, strict=True))
+
+
+def test_the_seconds_of_the_first_ten_minutes_are_listed_with_their_sum() -> None:
+    text = script("ten_minutes").report({"git clone": 0.4, "make demo": 55.2}, "Paris.")
+    assert text.splitlines() == [
+        "    0.4 s  git clone",
+        "   55.2 s  make demo",
+        "   55.6 s  in all; the server said: Paris.",
+    ]
