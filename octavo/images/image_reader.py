@@ -15,7 +15,7 @@ from octavo.images.processors import AnyProcessor
 from octavo.sandbox.pool import Sandbox
 from octavo.sandbox.process import SandboxAnswer, SandboxCall
 
-#: Of processor time for one image; the slowest formats take 2 for as many pixels as are allowed.
+#: Of processor time for one image; jpegs of 8192 x 8192 pixels take 2 to 3, decoded and processed.
 SECONDS = 20.0
 
 
