@@ -23,7 +23,7 @@ logger = logging.getLogger("octavo.server")
 #: Seconds between two updates, at least.
 INTERVAL = 0.25
 #: Share of an engine core's time that making views may take; with a large KV cache there are fewer updates then.
-COST_SHARE = 1 / 250
+COST_SHARE = 1 / 400
 #: Seconds after which an event is sent although nothing has changed, or the engine has not answered.
 HEARTBEAT = 2.0
 #: Streams at once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,11 @@ import httpx
 import pytest
 
 from octavo.cli.view import make_server
+from octavo.core.engine_view import EngineEvent, EngineView, StepRecord
+from octavo.core.recordings import write_recording
+from octavo.core.stats import SchedulerState
+from octavo.memory.block_manager import BlockManager
+from octavo.memory.block_map import block_maps
 from tests.browser.browser import MISSING, Visit, visit
 from tests.busy_machine import PATIENCE, eventually
 from tests.server.running_server import TINY, Running, running
@@ -281,17 +287,43 @@ def test_a_recording_is_shown_by_the_same_page(browser: Any, tmp_path: Path) -> 
     path = tmp_path / "run.jsonl"
     flags = ["--num-requests", "12", "--request-rate", "50", "--num-gpu-blocks-override", "100", "--record", str(path)]
     assert main(["simulate", *flags]) == 0
+    with showing(browser, path) as shown:
+        page = shown.page
+        page.get_by_role("status").get_by_text("simulated").wait_for()
+        page.get_by_label("Step", exact=True).fill("40")
+        page.locator(".map canvas").first.wait_for()
+        assert page.locator(".queue table").count() >= 1
+        assert shown.violations() == []
+
+
+def test_a_hundred_thousand_blocks_are_drawn_in_aggregate(browser: Any, tmp_path: Path) -> None:
+    manager = BlockManager(100_000, 16)
+    for seq in range(50):
+        manager.grow([(seq, 0, 16 * 1000)])
+    view = EngineView(0, 1.0, 512, 64, SchedulerState(), block_maps(manager, []), [], [step_record(1)], [], 0, 0)
+    path = tmp_path / "large.jsonl"
+    write_recording(path, "large", [EngineEvent(1.0, [], [view])])
+    assert path.stat().st_size < 60_000
+    with showing(browser, path) as shown:
+        shown.page.get_by_text("100,000 blocks of 16 tokens: 50,000 blocks used, 0 cached, 50000 free.").wait_for()
+        map_ = shown.page.locator(".map canvas").first
+        map_.hover(position={"x": 2, "y": 2})
+        assert shown.page.locator(".tip").inner_text() == "Blocks 0 to 48: 49 used"
+
+
+def step_record(number: int) -> StepRecord:
+    return StepRecord(number, 1.0, *[0] * 15)
+
+
+@contextlib.contextmanager
+def showing(browser: Any, path: Path) -> Iterator[Visit]:
+    """The page over a recording, as ``octavo view`` serves it."""
     server = make_server(path.read_bytes())
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
         with visit(browser, f"http://127.0.0.1:{server.server_address[1]}") as shown:
-            page = shown.page
-            page.get_by_role("status").get_by_text("simulated").wait_for()
-            page.get_by_label("Step", exact=True).fill("40")
-            page.locator(".map canvas").first.wait_for()
-            assert page.locator(".queue table").count() >= 1
-            assert shown.violations() == []
+            yield shown
     finally:
         server.shutdown()
         server.server_close()

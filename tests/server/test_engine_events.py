@@ -41,13 +41,21 @@ def events(server: Running) -> Iterator[Iterator[EngineEvent]]:
 
 @contextlib.contextmanager
 def busy(server: Running, body: dict[str, Any]) -> Iterator[None]:
-    """A request runs until the end of the block."""
-    with (
-        server.http(timeout=PATIENCE) as http,
-        http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream,
-    ):
-        next(stream.iter_lines())
+    """Requests run until the end of the block, one after the other, as one is over in a moment."""
+    ended = threading.Event()
+
+    def ask() -> None:
+        with server.http(timeout=PATIENCE) as http:
+            while not ended.is_set():
+                http.post("/v1/completions", json=body)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
         yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 LONG = {"prompt": "x", "max_tokens": 250, "ignore_eos": True, "n": 2}
@@ -59,13 +67,14 @@ def test_a_view_shows_requests_that_run_and_its_counts_are_those_of_the_metrics(
         first = next(stream)
         assert first.whole
         with busy(server, LONG):
-            seen = next(event for event in stream if event.views and event.views[0].groups and event.views[0].steps)
-        [view] = seen.views
-        assert view.groups[0].num_seqs == 2 and view.groups[0].status == "running"
+            views = (view for event in stream for view in event.views if view.steps)
+            view = next(view for view in views if any(group.status == "running" for group in view.groups))
+        assert view.groups[0].num_seqs == 2
         assert view.blocks[0].num_blocks == 40 and sum(view.blocks[0].counts) == 40
         server.wait_until_idle()
-        idle = next(event for event in stream if event.views and not event.views[0].groups)
-    counts = idle.views[0].blocks[0].counts
+        steps = server.metric("octavo_step_duration_seconds_count")
+        idle = next(view for event in stream for view in event.views if view.state.steps >= steps and not view.groups)
+    counts = idle.blocks[0].counts
     for state, number in (
         ("used", counts[BlockState.USED] + counts[BlockState.SHARED]),
         ("cached", counts[BlockState.CACHED]),

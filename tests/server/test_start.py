@@ -66,6 +66,21 @@ def test_every_request_is_answered_with_503_and_the_progress_while_the_model_loa
             assert error["code"] == "loading" and "loading weights: 40 %" in error["message"]
 
 
+def test_browsers_see_a_page_that_asks_again_while_the_model_loads() -> None:
+    options = ServerOptions(port=free_port())
+
+    async def scenario() -> httpx.Response:
+        with listening_socket(options) as sock:
+            async with answers_while_loading(sock, options), httpx.AsyncClient() as http:
+                logging.getLogger("octavo.loader").warning("loading weights: <40> %s", "%")
+                return await http.get(f"http://127.0.0.1:{options.port}/", headers={"accept": "text/html,*/*"})
+
+    answer = asyncio.run(scenario())
+    assert answer.status_code == 503 and answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert 'http-equiv="refresh" content="1"' in answer.text and "loading weights: &lt;40&gt; %" in answer.text
+    assert answer.headers["content-security-policy"] == "default-src 'none'"
+
+
 @pytest.mark.parametrize("turns", range(1, 5))
 def test_a_connection_that_comes_as_the_server_takes_over_is_answered(turns: int) -> None:
     options = ServerOptions(port=free_port())
