@@ -46,7 +46,7 @@ test: $(VENV)/.installed-test kernels
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-all: export OCTAVO_ALL_ISAS := 1
-test-all: $(VENV)/.installed-test $(VENV)/.installed-ray $(VENV)/.installed-tracing $(VENV)/.installed-llama-index kernels
+test-all: $(VENV)/.installed-test $(VENV)/.installed-ray $(VENV)/.installed-tracing $(VENV)/.installed-llama-index $(VENV)/.installed-site $(VENV)/.installed-release kernels
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python scripts/test_all.py $(PROCESSES) $(ARGS)
 
 kernels: $(VENV)/.installed

@@ -24,6 +24,8 @@ def build(folder: Path) -> Path:
     """The wheel as the compiler's machine makes it."""
     subprocess.run([sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)], check=True)
     [wheel] = folder.glob("octavo-*.whl")
+    if wheel.name.endswith("-any.whl"):  # without a compiler, or when it fails, the package is built without them
+        raise SystemExit(f"{wheel.name} lacks the compiled kernels: a C++17 compiler is needed; see its messages above")
     return wheel
 
 

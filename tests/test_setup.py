@@ -126,7 +126,17 @@ def test_all_set_up_steps_together_install_the_package_once_and_leave_the_kernel
     lines = done.stdout.splitlines()
     assert sum("scripts/build_cpu.sh" in line for line in lines) == 1
     installs = [line.split("install.py ")[1] for line in lines if "scripts/install.py" in line]
-    assert sorted(installs) == ["--editable build", "dev", "llama-index", "ray", "test", "torch", "tracing"]
+    assert sorted(installs) == [
+        "--editable build",
+        "dev",
+        "llama-index",
+        "ray",
+        "release",
+        "site",
+        "test",
+        "torch",
+        "tracing",
+    ]
 
 
 @pytest.fixture
