@@ -26,6 +26,7 @@ TEXTS = {
     "allow_image_urls": "true",
     "allowed_media_domains": "a.example,b.example",
     "image_url_networks": "10.0.0.0/8",
+    "ui": "false",
     "log_format": "json",
     "log_level": "WARNING",
     "log_file": "/log",
