@@ -29,7 +29,9 @@ class ImagePreparer(Preparer):
     computes = True
 
     def __init__(self, context: PreparerContext) -> None:
-        self._context = context
+        # Not the context, which has the network.
+        self._device, self._kernels = context.device, context.layers.kernels
+        self._block_size = context.options.block_size
         self._network: Network | None = context.network
         self._features: dict[str, np.ndarray] = {}
         self._jobs: deque[_Job] = deque()
@@ -88,9 +90,7 @@ class ImagePreparer(Preparer):
     def _tower_runner(self) -> TowerRunner:
         if self._runner is None:
             assert self._network is not None and self._network.tower is not None
-            context = self._context
-            block_size = context.options.block_size
-            self._runner = TowerRunner(self._network.tower, context.device, context.layers.kernels, block_size)
+            self._runner = TowerRunner(self._network.tower, self._device, self._kernels, self._block_size)
         return self._runner
 
     def release(self) -> None:

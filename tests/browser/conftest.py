@@ -12,7 +12,7 @@ from tests.browser.browser import MISSING, chromium
 from tests.server.running_server import TINY, Running, running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is there, Playwright's event loop runs, beside which there may be no other
 def browser() -> Iterator[Any]:
     """Chromium."""
     if MISSING:
@@ -21,7 +21,7 @@ def browser() -> Iterator[Any]:
         yield browser
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def site(browser: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server with a page, of the tiny model; tests leave it as it was."""
     with running(tiny_model, tmp_path_factory.mktemp("site") / "log", *TINY, "--served-model-name", "tiny") as server:

@@ -183,7 +183,9 @@ def test_other_images_are_not_found_in_the_prefix_cache(models: Models, family: 
 def logprobs_there(model: Any, family: str, output: RequestOutput, pixels: torch.Tensor | None) -> torch.Tensor:
     """transformers' logprobs of the output's tokens."""
     answer = list(output.outputs[0].token_ids)
-    ids = torch.tensor([[*output.prompt_token_ids, *answer]])
+    if (image := model.config.image_token_id) in answer:  # transformers would look for a feature of it
+        answer = answer[: answer.index(image) + 1]
+    ids = torch.tensor([[*output.prompt_token_ids, *answer[:-1]]])
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if pixels is not None:
         inputs["pixel_values"] = pixels[None] if family == "smolvlm" else pixels
@@ -191,7 +193,7 @@ def logprobs_there(model: Any, family: str, output: RequestOutput, pixels: torch
         inputs["token_type_ids"] = (ids == model.config.image_token_id).long()
     with torch.no_grad():
         logits = model(**inputs).logits[0]
-    rows = logits[len(output.prompt_token_ids) - 1 : -1].log_softmax(-1)
+    rows = logits[len(output.prompt_token_ids) - 1 :].log_softmax(-1)
     assert rows.argmax(-1).tolist() == answer
     return rows.gather(1, torch.tensor(answer)[:, None])[:, 0]
 
@@ -214,7 +216,7 @@ def test_equal_to_transformers(models: Models, family: str) -> None:
         found = torch.tensor(
             [p[t].logprob for p, t in zip(completion.logprobs or [], completion.token_ids, strict=True)]
         )
-        assert (found - expected).abs().max() < 1e-3
+        assert (found[: len(expected)] - expected).abs().max() < 1e-3
 
 
 def normalised(folder: Path, pixels: torch.Tensor) -> torch.Tensor:

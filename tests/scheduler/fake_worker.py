@@ -66,7 +66,9 @@ def print_of(
 def embedded(token: int, position: int, features: Sequence[Feature]) -> int:
     """What is computed of a token: a number of its own for one that stands for a feature."""
     feature = next((f for f in features if f.offset <= position < f.offset + f.length), None)
-    return token if feature is None else hash((feature.image, feature.first + position - feature.offset))
+    if feature is None:
+        return token
+    return hash((feature.key.decode().partition(",")[0], feature.first + position - feature.offset))
 
 
 def _start(adapter: str | None, encoder_key: str | None = None) -> int:
@@ -478,7 +480,8 @@ class FakeWorker(Executor):
             for feature in row.features:
                 after = feature.offset + feature.length
                 if feature.offset < end and row.num_computed < after:
-                    assert feature.image in self.preparations.prepared, f"{feature.image} is not prepared"
+                    image = feature.image
+                    assert not image or image in self.preparations.prepared, f"{image} is not prepared"
                     assert not feature.is_whole or after <= end, "a whole feature is cut"
             assert end <= len(row.tokens) <= min(row.limit, self.max_model_len)
             assert not drafts or end == len(row.tokens), "drafts behind a token that is not computed"
