@@ -377,13 +377,12 @@ def test_everything_is_reached_by_the_keyboard(playground: Visit) -> None:
 def test_the_theme_is_chosen_and_kept(playground: Visit) -> None:
     page: Any = playground.page
 
-    def read() -> str:
+    def background(theme: str) -> str:
+        page.locator(".theme select").select_option(theme)
+        page.wait_for_function(f"document.documentElement.dataset.theme === '{theme}'")
         color: str = page.evaluate("getComputedStyle(document.body).backgroundColor")
         return color
 
-    page.locator(".theme select").select_option("dark")
-    dark = read()
-    page.locator(".theme select").select_option("light")
-    assert read() != dark
+    assert background("dark") != background("light")
     page.reload()
     assert page.locator(".theme select").input_value() == "light"
