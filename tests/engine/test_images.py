@@ -69,12 +69,13 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def alone(models: Models) -> Callable[[str], list[Any]]:
-    """What each request gives in an engine of its own."""
+    """What each request gives alone, in an engine that finds no blocks again."""
 
     @functools.cache
     def record(family: str) -> list[Any]:
+        llm = load(models(family)[0], enable_prefix_caching=False)
         return [
-            everything(load(models(family)[0]).generate(prompt, params, use_tqdm=False)[0])
+            everything(llm.generate(prompt, params, use_tqdm=False)[0])
             for prompt, params in zip(prompts(family), PARAMS, strict=True)
         ]
 
@@ -137,12 +138,13 @@ def test_the_same_bits_after_sleep(models: Models, alone: Callable[[str], list[A
 def test_branches_and_beams_share_what_they_see(models: Models, family: str) -> None:
     folder, given = models(family)[0], prompts(family)
     params = SamplingParams(n=3, temperature=0.9, seed=4, max_tokens=6, logprobs=1, prompt_logprobs=0)
-    together = load(folder).generate(given, params, use_tqdm=False)
-    assert all_of(together) == [everything(load(folder).generate(p, params, use_tqdm=False)[0]) for p in given]
+    llm, one_by_one = load(folder), load(folder, enable_prefix_caching=False)
+    together = llm.generate(given, params, use_tqdm=False)
+    assert all_of(together) == [everything(one_by_one.generate(p, params, use_tqdm=False)[0]) for p in given]
     beams = BeamSearchParams(beam_width=3, max_tokens=6)
-    found = load(folder).beam_search(given, beams)
+    found = llm.beam_search(given, beams)
     for output, prompt in zip(found, given, strict=True):
-        [one] = load(folder).beam_search([prompt], beams)
+        [one] = one_by_one.beam_search([prompt], beams)
         assert [s.tokens for s in output.sequences] == [s.tokens for s in one.sequences]
 
 
