@@ -79,7 +79,9 @@ def answers(*bodies: bytes | dict[str, Any], content_type: str = "application/js
     app = FastAPI()
     app.router.route_class = BodyRoute
     app.state.service = SimpleNamespace(
-        llm=SimpleNamespace(max_model_len=100), options=SimpleNamespace(unknown_fields="refuse")
+        llm=SimpleNamespace(max_model_len=100),
+        options=SimpleNamespace(unknown_fields="refuse"),
+        images=SimpleNamespace(are_seen=False),
     )
     handle_errors(app)
 

@@ -30,7 +30,9 @@ def truncate(
     monkeypatch.setattr(responses, "start_chat", start_chat)
     tokenizer = SimpleNamespace(encode_batch=lambda texts, special: [list(text) for text in texts])
     service: Any = SimpleNamespace(
-        llm=SimpleNamespace(tokenizer=tokenizer, max_model_len=room), max_prompt_chars=4 * room
+        llm=SimpleNamespace(tokenizer=tokenizer, max_model_len=room, inputs=SimpleNamespace(image_prompts=None)),
+        max_prompt_chars=4 * room,
+        images=SimpleNamespace(are_seen=False, check=lambda messages: [], placeholder=None),
     )
     messages: list[Any] = [{"role": "system", "content": "x" * 9}]
     messages += [{"role": r, "content": "x" * n} for r, n in zip(roles or ["user"] * len(sizes), sizes, strict=True)]
