@@ -82,7 +82,7 @@ def alone(models: Models) -> Callable[[str], list[Any]]:
     return record
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llava", "gemma3", pytest.param("smolvlm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -134,7 +134,7 @@ def test_the_same_bits_after_sleep(models: Models, alone: Callable[[str], list[A
         assert all_of(llm.generate(prompts("llava"), PARAMS, use_tqdm=False)) == alone("llava")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llava", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_branches_and_beams_share_what_they_see(models: Models, family: str) -> None:
     folder, given = models(family)[0], prompts(family)
     params = SamplingParams(n=3, temperature=0.9, seed=4, max_tokens=6, logprobs=1, prompt_logprobs=0)

@@ -524,7 +524,7 @@ def test_generated_traffic_with_contexts(part: int) -> None:
     run_cases(part * 1000, 200, contexts=True)
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", [0, 3, 4])
 def test_generated_traffic_with_images(part: int) -> None:
     run_cases(part * 1000, 200, WITH_WINDOWS if part == 4 else None, images=True, adapters=part == 3)
 
