@@ -11,6 +11,9 @@ import msgspec
 if TYPE_CHECKING:
     import numpy as np
 
+#: Bytes of features that workers keep, where no option says otherwise.
+DEFAULT_IMAGE_CACHE = 512 << 20
+
 
 @dataclass(frozen=True)
 class ImageFacts:

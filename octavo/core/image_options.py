@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field
 
+from octavo.core.image_input import DEFAULT_IMAGE_CACHE
 from octavo.core.option_part import OptionPart, read_mapping
 
 
@@ -24,7 +25,7 @@ class ImageOptions(OptionPart):
         "the context and image_cache_bytes. Of video and audio, which vLLM's scripts name here, none is taken anyway.",
     )
     image_cache_bytes: ByteSize = Field(
-        ByteSize(512 << 20),
+        ByteSize(DEFAULT_IMAGE_CACHE),
         ge=1 << 20,
         description="Host memory of each worker for features of images, in bytes or with a unit (512MiB): those of "
         "prompts that run or come next, and of the latest others, so that an image which comes again is not computed "

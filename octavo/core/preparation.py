@@ -14,13 +14,12 @@ from typing import Any
 import msgspec
 
 from octavo.core.adapters import AdapterRef
+from octavo.core.image_input import DEFAULT_IMAGE_CACHE
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.structured_outputs import Grammar
 
 #: Most compiled grammars in no use that the workers keep, for requests that come again with the same.
 MAX_IDLE_GRAMMARS = 128
-#: Bytes of features of images, where no option says otherwise.
-DEFAULT_IMAGE_CACHE = 512 << 20
 #: As many inputs of encoders; what was made of them may be in the prefix cache.
 MAX_IDLE_INPUTS = 16
 

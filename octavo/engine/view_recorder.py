@@ -104,10 +104,11 @@ class ViewRecorder:
             totals = group.totals
             preempted = totals.num_recomputes + totals.num_swaps
             if preempted > self._seen.get(group.group_id, 0) and group.status is not SequenceStatus.RUNNING:
-                swapped = group.status is SequenceStatus.SWAPPED
-                cost = totals.num_swapped_blocks if swapped else totals.num_recomputed_tokens
-                kind = "swap" if swapped else "recompute"
-                self._add(Change(kind, step, group.group_id, [], cost, group.preempted_for))  # type: ignore[arg-type]
+                number, cause = group.group_id, group.preempted_for
+                if group.status is SequenceStatus.SWAPPED:
+                    self._add(Change("swap", step, number, [], totals.num_swapped_blocks, cause))
+                else:
+                    self._add(Change("recompute", step, number, [], totals.num_recomputed_tokens, cause))
             self._seen[group.group_id] = preempted
 
     # --- the view ---------------------------------------------------------------------------------------------------

@@ -42,4 +42,5 @@ def patch_places(rows: int, columns: int, merge: int = 1) -> tuple[np.ndarray, n
     """Line and column of each patch of a grid, int64 [patches] both, in the order of ``patch_rows``."""
     lines, places = np.divmod(np.arange(rows * columns, dtype=np.int64).reshape(rows, columns), columns)
     shape = (rows // merge, merge, columns // merge, merge)
-    return tuple(x.reshape(shape).transpose(0, 2, 1, 3).reshape(-1) for x in (lines, places))  # type: ignore[return-value]
+    order = np.arange(rows * columns).reshape(shape).transpose(0, 2, 1, 3).reshape(-1)
+    return lines.reshape(-1)[order], places.reshape(-1)[order]
