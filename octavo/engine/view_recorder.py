@@ -65,10 +65,11 @@ class ViewRecorder:
 
     def planned(self, plan: StepPlan) -> None:
         """See ``StepObserver``: notes what the plan does to blocks and groups."""
-        step, moves = plan.step, (("swap_out", plan.blocks_to_swap_out, 0), ("swap_in", plan.blocks_to_swap_in, 1))
-        for kind, pairs, device in moves:
-            if pairs:
-                self._add(Change(kind, step, NOBODY, [pair[device] for pair in pairs[:_MAX_BLOCKS]]))  # type: ignore[arg-type]
+        step = plan.step
+        if pairs := plan.blocks_to_swap_out[:_MAX_BLOCKS]:
+            self._add(Change("swap_out", step, NOBODY, [device for device, _ in pairs]))
+        if pairs := plan.blocks_to_swap_in[:_MAX_BLOCKS]:
+            self._add(Change("swap_in", step, NOBODY, [device for _, device in pairs]))
         for source, target in plan.blocks_to_copy:
             self._add(Change("copy", step, NOBODY, [source, target]))
         for fork in plan.forks:
