@@ -22,7 +22,7 @@ constexpr bool kMultipliesPairs = false;
 #endif
 
 // The most rows of a tile, and the most groups side by side for a number of rows; never more for more rows. Sums fill
-// most of the registers: of 16, 12 hold those of 6 rows x 2 vectors or 3 x 4; of 32, 24 hold those of 8 x 3. A
+// most of the registers: of 16, 12 hold those of 6 rows x 2 vectors or 1 x 12; of 32, 24 hold those of 8 x 3. A
 // multiply-add takes 4 cycles, that of pairs 6, and one or two start in each, so that a tile wants 8 sums or more; and
 // few rows, which wait for memory, want several streams of weights.
 #if defined(OCTAVO_AVX512)
@@ -30,7 +30,7 @@ constexpr int kMaxRows = 8;
 constexpr int most_groups(int rows) { return rows == 1 ? 8 : rows == 2 ? 6 : rows <= 4 ? 4 : 3; }
 #elif defined(OCTAVO_AVX2)
 constexpr int kMaxRows = 6;
-constexpr int most_groups(int rows) { return rows <= 2 ? 2 : 1; }
+constexpr int most_groups(int rows) { return rows == 1 ? 6 : rows == 2 ? 2 : 1; }
 #else
 constexpr int kMaxRows = 2;
 constexpr int most_groups(int) { return 1; }
@@ -102,6 +102,29 @@ OCTAVO_INLINE void accumulate_bf16(Tile& tile, F32 (&sums)[R][G * kVectors]) {
   tile.ahead = ahead;
   tile.x = x;
 }
+
+#if defined(OCTAVO_AVX2)
+// As accumulate_bf16, for one row. That waits for memory only, and six streams of weights that are left to the processor's own
+// prefetching are read as fast as any: on a Zen 3 a step of one sequence takes 0.85 of the time of two streams fetched ahead.
+template <int G>
+OCTAVO_INLINE void accumulate_bf16_of_one_row(Tile& tile, F32 (&sums)[1][G * kVectors]) {
+  const char* line = static_cast<const char*>(tile.weights);
+  const float* x = tile.x;
+  for (int64_t pairs = tile.k / 2; pairs > 0; --pairs) {
+    const F32 even = splat_anew(x), odd = splat_anew(x + 1);
+#pragma GCC unroll 16
+    for (int v = 0; v < G * kVectors; ++v) {
+      const char* words = line + v / kVectors * tile.group_bytes + v % kVectors * (4 * kLanes);
+      add_product(sums[0][v], even, even_bf16(load_as<U32>(words)));
+      add_product(sums[0][v], odd, load_odd_bf16(words));
+    }
+    line += 4 * kGroup;
+    x += 2;
+  }
+  tile.weights = line;
+  tile.x = x;
+}
+#endif
 
 #if defined(OCTAVO_AVX512) && !defined(OCTAVO_BF16)
 // The rows of a tile of x by a pointer for every three: those between are addressed by the stride and twice it.
@@ -236,6 +259,11 @@ void run_tile(const Tile& tile, float* out) {
 #elif defined(OCTAVO_AVX512)
       if constexpr (R >= 6)
         accumulate_bf16_of_many_rows<R, G, Cache>(rest, sums);
+      else
+        accumulate_bf16<R, G, Cache>(rest, sums);
+#elif defined(OCTAVO_AVX2)
+      if constexpr (R == 1)
+        accumulate_bf16_of_one_row<G>(rest, sums);
       else
         accumulate_bf16<R, G, Cache>(rest, sums);
 #else

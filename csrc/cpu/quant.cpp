@@ -163,14 +163,27 @@ void run_panels(const PackedQuant& weight, int64_t panel, const QuantRows& rows,
   }
 }
 
-// Fewer rows wait for memory, and one panel after the other is read the fastest.
+// One row waits for memory only, which is left to the processor's own prefetching.
+template <QuantFormat Format, int Panels>
+void run_row(const PackedQuant& weight, int64_t panel, const QuantRows& rows, const QuantOutput& out,
+             const QuantResults& results) {
+  float sums[Panels][kQuantTile][kPanel];
+  multiply_tile<Format, Panels, 1>(weight.panel(panel), weight.panel_bytes, rows, 0, Ahead{nullptr, 0}, sums);
+  store_results<Panels>(weight, panel, 0, 1, out, sums, results);
+}
+
+// Fewer rows are multiplied with one panel after the other, which is read the fastest.
 constexpr int64_t kRowsOfManyPanels = 32;
 
-int64_t panels_at_once(int64_t rows) { return rows < kRowsOfManyPanels ? 1 : kPanelsAtOnce; }
+int64_t panels_at_once(int64_t rows) {
+  return rows == 1 ? kPanelsOfOneRow : rows < kRowsOfManyPanels ? 1 : kPanelsAtOnce;
+}
 
 template <QuantFormat Format>
 void run_range(const PackedQuant& weight, int64_t panel, int64_t end, const QuantRows& rows, const QuantOutput& out,
                const QuantResults& results) {
+  for (; rows.count == 1 && panel + kPanelsOfOneRow <= end; panel += kPanelsOfOneRow)
+    run_row<Format, kPanelsOfOneRow>(weight, panel, rows, out, results);
   for (; rows.count >= kRowsOfManyPanels && panel + kPanelsAtOnce <= end; panel += kPanelsAtOnce)
     run_panels<Format, kPanelsAtOnce>(weight, panel, rows, out, results);
   for (; panel < end; ++panel) run_panels<Format, 1>(weight, panel, rows, out, results);
