@@ -63,10 +63,20 @@ def vectors(outputs: list[Any]) -> list[list[float]]:
     ("kind", "option", "call", "shown"),
     [
         ("encoder", "runner='pooling'", "print_embeddings(llm.embed(prompts)[0].outputs.embedding)", "Embeddings: ["),
-        ("encoder", "task='embed'", "print(len(llm.embed(prompts)), 'outputs')", "3 outputs"),
         ("classifier", "task='classify'", "print(llm.classify(prompts)[0].outputs.num_classes)", "3"),
-        ("cross_encoder", "runner='pooling'", "print(type(llm.score(prompts[0], prompts)[2].outputs.score))", "float"),
-        ("tagger", "runner='pooling'", "print(llm.reward(prompts)[0].outputs.data.size(1))", "3"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("encoder", "task='embed'", "print(len(llm.embed(prompts)), 'outputs')", "3 outputs"),
+                (
+                    "cross_encoder",
+                    "runner='pooling'",
+                    "print(type(llm.score(prompts[0], prompts)[2].outputs.score))",
+                    "float",
+                ),
+                ("tagger", "runner='pooling'", "print(llm.reward(prompts)[0].outputs.data.size(1))", "3"),
+            )
+        ),
     ],
 )
 def test_an_example_runs_as_it_is(

@@ -170,6 +170,15 @@ def test_under_preemption(
     assert watched.ahead > (40 if which is FREE else 10) or not ahead
 
 
+def test_with_every_prefix_in_the_cache(tiny_model: Path) -> None:
+    llm = load(tiny_model, block_size=16)
+    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=1)
+    first, again = (llm.generate(prompts, params, use_tqdm=False) for _ in range(2))
+    assert [*map(everything, again)] == [*map(everything, first)]
+    assert [output.metrics.num_cached_tokens for output in again] == [length - 1 for length in LENGTHS]
+
+
 def test_one_penalised_request_among_64_holds_no_step_up(tiny_model: Path) -> None:
     """Nor does it wait itself: its logits are edited when the forward is queued."""
     llm = load(tiny_model, async_scheduling=True, max_num_seqs=64, num_gpu_blocks_override=1600)

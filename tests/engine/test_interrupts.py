@@ -68,7 +68,7 @@ def was_interrupted(llm: LLM, seconds: float) -> bool:
 
 
 @pytest.mark.usefixtures("python_handler")
-@pytest.mark.parametrize("moments", [150, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [60, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_interrupt_at_a_random_moment_leaves_the_engine_as_it_was(
     tiny_model: Path, ahead: bool, moments: int
@@ -165,7 +165,7 @@ def test_an_engine_that_an_exception_has_torn_is_freed_when_it_is_dropped(
 
 
 @pytest.mark.usefixtures("python_handler")
-@pytest.mark.parametrize("moments", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_workers_are_interrupted_between_messages_and_end_with_their_engine(tiny_model: Path, moments: int) -> None:
     llm, rng = load(tiny_model, tensor_parallel_size=2), random.Random(moments)
     right = answers(llm)

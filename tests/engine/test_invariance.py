@@ -30,7 +30,7 @@ def params() -> list[SamplingParams]:
             temperature=(0.0, 0.9)[i % 2],
             top_p=(1.0, 0.9)[i % 2],
             seed=i,
-            max_tokens=8 + 3 * i,
+            max_tokens=8 + 2 * i,
             ignore_eos=True,
             logprobs=2,
             prompt_logprobs=1,
@@ -76,7 +76,7 @@ def alone() -> Callable[[str], list[Any]]:
 
 BATCH: dict[str, Any] = {}
 CHUNKS = {"max_num_batched_tokens": 61, "num_threads": 2}
-SMALL = {"max_num_batched_tokens": 16, "block_size": 5, "num_gpu_blocks_override": 1000}
+SMALL = {"max_num_batched_tokens": 16, "block_size": 5, "num_gpu_blocks_override": 1000, "num_threads": 2}
 PREEMPTED = {"num_gpu_blocks_override": 19, "watermark": 0.0}
 FEW_AT_ONCE = {"max_num_seqs": 3}
 
@@ -84,10 +84,11 @@ FEW_AT_ONCE = {"max_num_seqs": 3}
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        *(("bfloat16", o) for o in (BATCH, CHUNKS, SMALL, PREEMPTED)),
-        pytest.param("bfloat16", FEW_AT_ONCE, marks=pytest.mark.slow),
+        *(("bfloat16", o) for o in (SMALL, PREEMPTED)),
+        *(pytest.param("bfloat16", o, marks=pytest.mark.slow) for o in (BATCH, CHUNKS, FEW_AT_ONCE)),
         # What an int8 cache changes: how blocks are written and read.
-        *(("int8 cache", o) for o in ({**SMALL, "num_threads": 2}, PREEMPTED)),
+        ("int8 cache", SMALL),
+        pytest.param("int8 cache", PREEMPTED, marks=pytest.mark.slow),
     ],
     ids=lambda o: o if isinstance(o, str) else ", ".join(f"{k}={v}" for k, v in o.items()) or "one batch",
 )
@@ -100,11 +101,24 @@ def test_bit_for_bit_the_same_in_a_batch(alone: Callable[[str], list[Any]], kind
         assert everything(output) == wanted
 
 
-@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=1, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_bit_for_bit_the_same_when_requests_arrive_at_any_time(
     alone: Callable[[str], list[Any]], data: st.DataObject
 ) -> None:
+    let_arrive(alone, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_bit_for_bit_the_same_when_requests_arrive_at_many_times(
+    alone: Callable[[str], list[Any]], data: st.DataObject
+) -> None:
+    let_arrive(alone, data)
+
+
+def let_arrive(alone: Callable[[str], list[Any]], data: st.DataObject) -> None:
     llm = load(KINDS["bfloat16"], max_num_batched_tokens=data.draw(st.integers(8, 200)))
     engine, all_params, all_prompts = llm.llm_engine, params(), prompts()
     done: dict[str, RequestOutput] = {}

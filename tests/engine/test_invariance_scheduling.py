@@ -62,8 +62,8 @@ def alone() -> list[Any]:
     return results
 
 
-#: By default each of the three is met; all combinations run on a tiny network, see test_async_scheduling.py.
-DEFAULT = [("mixed", "recompute", True), ("prefill_first", "swap", True), ("mixed", "auto", False)]
+#: By default the one; swapping is met below, and all combinations run on a tiny network, see test_async_scheduling.py.
+DEFAULT = [("mixed", "recompute", True)]
 COMBINATIONS = [
     pytest.param(*one, marks=[] if one in DEFAULT else pytest.mark.slow)
     for one in itertools.product(("mixed", "prefill_first"), ("recompute", "swap", "auto"), (True, False))
@@ -95,12 +95,12 @@ def test_under_preemption(alone: list[Any], batching: str, mode: str, caching: b
     ("policy", "victim"),
     [
         ("static", "last"),
-        ("sjf", "least_computed"),
-        ("ldf", "most_blocks"),
-        # Of the others, too, test_async_scheduling.py says so on a tiny network.
+        # Of the others, test_async_scheduling.py says so on a tiny network.
         *(
             pytest.param(policy, victim, marks=pytest.mark.slow)
             for policy, victim in (
+                ("sjf", "least_computed"),
+                ("ldf", "most_blocks"),
                 ("lcfs", "last"),
                 ("srpt", "last"),
                 ("fair", "most_blocks"),
@@ -124,6 +124,7 @@ def test_under_every_policy(alone: list[Any], policy: str, victim: str) -> None:
     assert [everything(o) for o in outputs] == alone
 
 
+@pytest.mark.slow  # by default test_async_scheduling.py says so on a tiny network
 def test_with_every_prefix_in_the_cache(alone: list[Any]) -> None:
     llm = load()
     run(llm)

@@ -6,6 +6,8 @@ import functools
 import operator
 import time
 
+import pytest
+
 from octavo.core.engine_outputs import EngineCoreOutputs, SequenceOutput
 from octavo.core.outputs import RequestOutput
 from octavo.core.plan import PositionLogprobs, SequenceResult
@@ -101,17 +103,18 @@ def test_logprobs_of_a_prompt_come_once_and_whole() -> None:
     assert (first + second).prompt_logprobs == first.prompt_logprobs
 
 
-def test_a_token_costs_the_same_however_long_the_answer_is() -> None:
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_token_costs_the_same_however_long_the_answer_is(count: int) -> None:
     def cost(params: SamplingParams, *, streaming: bool) -> tuple[float, float]:
-        """Seconds of a thousand tokens at the beginning, and after 31,000 others."""
+        """Seconds of ``count`` tokens at the beginning, and after 31 times as many others."""
         processor, request = opened(params, streaming=streaming)
         seconds = []
-        for start in range(0, 32000, 1000):
+        for start in range(0, 32 * count, count):
             extras = [
-                SequenceResult(logprobs=[position(t)]) if params.logprobs is not None else None for t in range(1000)
+                SequenceResult(logprobs=[position(t)]) if params.logprobs is not None else None for t in range(count)
             ]
             began = time.thread_time()
-            for token in range(1000):
+            for token in range(count):
                 if add(
                     processor,
                     1000 + (start + token * 7) % 40000,

@@ -62,20 +62,30 @@ async def all_kinds(llm: AsyncLLM, took: Callable[[], object]) -> list[Any]:
     return [everything(output) for output in outputs]
 
 
+#: Layouts in which cores are killed a few times by default, and as often as outputs allow in slow tests.
+LAYOUTS: list[dict[str, Any]] = [{}, {"data_parallel_size": 2}, {"standby_engines": 1}]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "times"),
     [
-        {},
-        {"data_parallel_size": 2},
-        {"standby_engines": 1},
-        {"tensor_parallel_size": 2},
-        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param({"async_scheduling": True}, marks=pytest.mark.slow),
+        *((options, 3) for options in LAYOUTS),
+        *(
+            pytest.param(options, 50, marks=pytest.mark.slow)
+            for options in (
+                *LAYOUTS,
+                {"tensor_parallel_size": 2},
+                {"pipeline_parallel_size": 2},
+                {"async_scheduling": True},
+            )
+        ),
     ],
     ids=str,
 )
-def test_a_killed_core_costs_no_request_a_bit(options: dict[str, Any], whole: list[Any], tiny_model: Path) -> None:
-    """The core of a replica is killed after every 12 outputs."""
+def test_a_killed_core_costs_no_request_a_bit(
+    options: dict[str, Any], times: int, whole: list[Any], tiny_model: Path
+) -> None:
+    """The core of a replica is killed after every 12 outputs, so many times at most."""
 
     async def scenario(llm: AsyncLLM) -> None:
         taken = 0
@@ -83,7 +93,7 @@ def test_a_killed_core_costs_no_request_a_bit(options: dict[str, Any], whole: li
         def took() -> None:
             nonlocal taken
             taken += 1
-            if taken % 12 == 0:
+            if taken % 12 == 0 and taken <= 12 * times:
                 kill(llm, taken // 12 % len(llm.replica_states()))
 
         assert await all_kinds(llm, took) == whole
@@ -288,7 +298,14 @@ def test_a_drained_replica_gives_its_requests_to_the_others(whole: list[Any], ti
     run(tiny_model, scenario, data_parallel_size=2)
 
 
-@pytest.mark.parametrize("options", [{}, {"data_parallel_size": 2}, {"standby_engines": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_parallel_size": 2},
+        *(pytest.param(options, marks=pytest.mark.slow) for options in ({}, {"standby_engines": 1})),
+    ],
+    ids=str,
+)
 def test_a_rolling_restart_breaks_no_answer(options: dict[str, Any], whole: list[Any], tiny_model: Path) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         before = [state.pid for state in llm.replica_states()]
@@ -310,7 +327,7 @@ def test_a_rolling_restart_breaks_no_answer(options: dict[str, Any], whole: list
     run(tiny_model, scenario, **options)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_answer_ends_with_the_files_that_it_began_with(replicas: int, tiny_model: Path, tmp_path: Path) -> None:
     model = folder_of(tiny_model, tmp_path)
 
@@ -357,7 +374,7 @@ def test_a_core_that_is_killed_in_a_rolling_restart_is_no_harm(tiny_model: Path)
 
         async def restart() -> None:
             restarting = asyncio.ensure_future(llm.restart_replicas())
-            for _ in range(6):
+            for _ in range(3):
                 await asyncio.sleep(0.3)
                 kill(llm, 0)
                 kill(llm, 1)

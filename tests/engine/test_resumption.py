@@ -96,7 +96,7 @@ def replace_core(llm: LLMEngine) -> None:
 @pytest.mark.parametrize(
     ("every", "options"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
         (2, {"max_num_batched_tokens": 24}),
         (3, {"enable_prefix_caching": False}),
         (5, {"batching": "prefill_first"}),

@@ -200,13 +200,23 @@ networks = st.one_of(networks, networks, latents)
 seeds = st.integers(0, 2**31)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    networks,
-    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40), st.booleans()), max_size=4),
-    st.integers(0, 2**31),
-)
+MIXED = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40), st.booleans()), max_size=4)
+
+
+@settings(max_examples=15, deadline=None)
+@given(networks, MIXED, seeds)
 def test_mixed_batches(network: Network, parts: list[tuple[int, int, bool]], seed: int) -> None:
+    check_mixed(network, parts, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(networks, MIXED, seeds)
+def test_many_mixed_batches(network: Network, parts: list[tuple[int, int, bool]], seed: int) -> None:
+    check_mixed(network, parts, seed)
+
+
+def check_mixed(network: Network, parts: list[tuple[int, int, bool]], seed: int) -> None:
     """Decodes and chunks of prefills together: (tokens before, tokens now, whether it is a decode)."""
     chunks = [(s, before, before + (1 if decode else now)) for s, (before, now, decode) in enumerate(parts)]
     world = World(network, [end for _, _, end in chunks], seed)
@@ -214,9 +224,23 @@ def test_mixed_batches(network: Network, parts: list[tuple[int, int, bool]], see
     assert_right(world, chunks, world.step(chunks))
 
 
-@settings(max_examples=40, deadline=None)
-@given(networks, st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), max_size=3), st.integers(0, 290), seeds)
+AMID = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), max_size=3)
+
+
+@settings(max_examples=10, deadline=None)
+@given(networks, AMID, st.integers(0, 290), seeds)
 def test_queries_amid_their_context(network: Network, parts: list[tuple[int, int]], after: int, seed: int) -> None:
+    check_amid(network, parts, after, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(networks, AMID, st.integers(0, 290), seeds)
+def test_many_queries_amid_their_context(network: Network, parts: list[tuple[int, int]], after: int, seed: int) -> None:
+    check_amid(network, parts, after, seed)
+
+
+def check_amid(network: Network, parts: list[tuple[int, int]], after: int, seed: int) -> None:
     """They see up to themselves, with the bits that they have as the last ones; or, not causal, what follows, too."""
     for n in (network, replace(network, causal=False)):
         chunks = [(s, before, before + now) for s, (before, now) in enumerate(parts)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -499,17 +500,22 @@ def run_cases(
             raise AssertionError(f"in {case}") from e
 
 
-@pytest.mark.parametrize("part", range(10))
+def parts(*parts: int, by_default: int) -> list[Any]:
+    """Of the seeds by default one part, the others in slow tests."""
+    return [part if part == by_default else pytest.param(part, marks=pytest.mark.slow) for part in parts]
+
+
+@pytest.mark.parametrize("part", parts(*range(10), by_default=0))
 def test_generated_traffic(part: int) -> None:
     run_cases(part * 1000, 400)
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", parts(*range(5), by_default=2))
 def test_generated_traffic_with_windows(part: int) -> None:
     run_cases(part * 1000, 200, WITH_WINDOWS)
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", parts(*range(5), by_default=4))
 def test_generated_traffic_with_adapters(part: int) -> None:
     run_cases(part * 1000, 150, adapters=True)
 
@@ -519,14 +525,20 @@ def test_generated_traffic_with_grammars(part: int) -> None:
     run_cases(part * 1000, 60, WITH_WINDOWS if part == 3 else None, grammars=True, adapters=part == 2)
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", parts(*range(5), by_default=1))
 def test_generated_traffic_with_contexts(part: int) -> None:
     run_cases(part * 1000, 200, contexts=True)
 
 
 @pytest.mark.parametrize("part", [0, 3, 4])
 def test_generated_traffic_with_images(part: int) -> None:
-    run_cases(part * 1000, 200, WITH_WINDOWS if part == 4 else None, images=True, adapters=part == 3)
+    run_cases(part * 1000, 60, WITH_WINDOWS if part == 4 else None, images=True, adapters=part == 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0, 3, 4])
+def test_more_generated_traffic_with_images(part: int) -> None:
+    run_cases(part * 1000 + 60, 140, WITH_WINDOWS if part == 4 else None, images=True, adapters=part == 3)
 
 
 @pytest.mark.slow
@@ -553,7 +565,7 @@ def test_much_generated_traffic(part: int) -> None:
     run_cases(100_000 + part * 1000, 1000, None if part % 2 else WITH_WINDOWS)
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", parts(*range(4), by_default=0))
 def test_planning_ahead_changes_no_answer(part: int) -> None:
     for seed in range(part * 1000, part * 1000 + 60):
         case = replace(make_case(seed), abort_rate=0.0, failure_rate=0.0)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.config import SchedulerOptions
@@ -131,5 +139,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert tokens == (alone if index in answer.reasons else alone[: len(tokens)])
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 test_any_order_of_events = SchedulerMachine.TestCase
+
+
+@pytest.mark.slow
+def test_many_orders_of_events() -> None:
+    run_state_machine_as_test(
+        SchedulerMachine, settings=settings(max_examples=500, stateful_step_count=50, deadline=None)
+    )

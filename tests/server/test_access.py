@@ -197,7 +197,7 @@ def test_a_full_queue_answers_429_and_says_when_to_come_again(serve: Serve) -> N
 
 def test_requests_that_take_too_long_are_ended(serve: Serve) -> None:
     """A whole one, one whose stream has not begun, and one whose stream has: it ends with an error."""
-    server = serve("--request-timeout", "5", "--max-num-seqs", "1")
+    server = serve("--request-timeout", "3", "--max-num-seqs", "1")
     core = server.core_pid()
     body = {**LONG, "prompt": ["x"] * 200, "stream": True}  # is not done before the first piece is read
     with (

@@ -331,7 +331,7 @@ def test_what_comes_after_the_end_changes_nothing(broken: bool) -> None:
 
 
 def test_one_that_takes_too_long_fails(serve: Serve) -> None:
-    server = serve(*ONE_AT_A_TIME, "--request-timeout", "2")
+    server = serve(*ONE_AT_A_TIME, "--request-timeout", "1")
     with server.http() as http, standstill(server):
         made = create(http, **SHORT, **BACKGROUND)
         ended = wait_for_end(http, made)

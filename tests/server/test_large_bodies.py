@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, Request
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import field_validator
 
@@ -45,6 +45,7 @@ def counted(value: Any) -> tuple[int, int]:
     return 1 + names + sum(parts for parts, _ in inner), max(0, len(value) - 1) + sum(entries for _, entries in inner)
 
 
+@settings(max_examples=20)
 @given(VALUES, st.booleans())
 def test_what_is_counted_is_what_a_parser_makes(value: Any, ascii_only: bool) -> None:
     parts, entries = counted(value)

@@ -155,12 +155,13 @@ def test_responses_to_generated_requests_conform_to_openapi(tiny_server: Running
             assert method["description"] and "422" not in method["responses"]
     # It cannot make the forms of these: its filter refuses its own type for the bytes of a file.
     run_schemathesis(
-        tiny_server, "--max-examples", "8", "--phases", "examples,fuzzing", "--exclude-path-regex", "/v1/audio/"
+        tiny_server, "--max-examples", "2", "--phases", "examples,fuzzing", "--exclude-path-regex", "/v1/audio/"
     )
 
 
+@pytest.mark.parametrize("examples", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_responses_of_encoders_conform_to_openapi(
-    vector_server: Running, pair_server: Running, class_server: Running
+    examples: int, vector_server: Running, pair_server: Running, class_server: Running
 ) -> None:
     by_task = (
         (vector_server, "/v1/embeddings|/pooling|/embedding"),
@@ -168,7 +169,8 @@ def test_responses_of_encoders_conform_to_openapi(
         (class_server, "/classify|/v1/chat/completions"),
     )
     for server, paths in by_task:
-        run_schemathesis(server, "--max-examples", "12", "--phases", "examples,fuzzing", "--include-path-regex", paths)
+        options = ("--max-examples", str(examples), "--phases", "examples,fuzzing", "--include-path-regex", paths)
+        run_schemathesis(server, *options)
 
 
 @pytest.mark.slow

@@ -44,6 +44,8 @@ class KernelFigures:
     load: float
 
 
+#: A case is repeated for at least so long.
+LEAST_SECONDS = 0.4
 #: 10^9 bytes read and operations done a second that a case could reach now.
 Limits = Callable[[KernelCase], tuple[float, float]]
 
@@ -107,7 +109,7 @@ def _seconds(kernels: Kernels, case: KernelCase, device: str) -> float:
     replay = kernels.capture(case.forward, BatchSize(case.rows, 1, 1, 1, BLOCK))
     replay(case.batch)
     times: list[float] = []
-    deadline = time.perf_counter() + 0.4
+    deadline = time.perf_counter() + LEAST_SECONDS
     while len(times) < 5 or time.perf_counter() < deadline:
         start = time.perf_counter()
         replay(case.batch)

@@ -13,6 +13,7 @@ import pytest
 from octavo.cli.main import main
 from octavo.lab.commands import simulate_report
 from octavo.lab.simulate.step_profile import load_profile
+from tests.busy_machine import PATIENCE
 from tests.lab.plots.test_report import Page
 
 WORDS = ["simulate", "--profile", "llama-3.1-8b-h100", "--num-requests", "80", "--request-rate", "30"]
@@ -23,9 +24,11 @@ def test_equal_calls_give_equal_figures_in_every_process(tmp_path: Path) -> None
     files = [tmp_path / "a.json", tmp_path / "b.json", tmp_path / "c.json"]
     call = [*WORDS, *LENGTHS, "--num-gpu-blocks-override", "400", "--json"]
     assert main([*call, str(files[0])]) == 0
-    for file, seed in zip(files[1:], ("1", "2"), strict=True):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        subprocess.run([sys.executable, "-m", "octavo", *call, str(file)], check=True, env=environment)
+    started = [
+        subprocess.Popen([sys.executable, "-m", "octavo", *call, str(file)], env={**os.environ, "PYTHONHASHSEED": seed})
+        for file, seed in zip(files[1:], ("1", "2"), strict=True)
+    ]
+    assert [process.wait(PATIENCE) for process in started] == [0, 0]
     assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
     figures = json.loads(files[0].read_text())
     assert figures["requests"] == 80 and figures["preemptions_by_recompute"] + figures["preemptions_by_swap"] > 0
