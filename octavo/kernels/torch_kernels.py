@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from octavo.kernels.cache import LayerCache
 from octavo.kernels.experts import PackedExperts, RoutingSpec
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Kernels
-from octavo.kernels.packed_weight import PackedHeads
+from octavo.kernels.packed_weight import PackedHeads, PackedWeight
 from octavo.kernels.torch_arrays import from_torch, to_torch, torch_dtype
 from octavo.kernels.torch_experts import PlainExperts, plain_route
 
@@ -34,6 +35,22 @@ class PlainHeads(PackedHeads):
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class TorchWeight(PackedWeight):
+    """A weight that is not quantised: tensors as they are in the checkpoint."""
+
+    #: [N, K], and [N] or None.
+    weight: Tensor
+    bias: Tensor | None
+    gated: bool
+    has_rows = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class TorchKernels(Kernels):
@@ -113,6 +130,16 @@ class TorchKernels(Kernels):
         """By the group's communicator."""
         return x if self.group is None else torch.as_tensor(self.group.all_gather(x))
 
+    def stack(self, parts: Sequence[np.ndarray], bias: np.ndarray | None, dtype: DType) -> tuple[Tensor, Tensor | None]:
+        """The parts [n_i, K] as one matrix, and their bias, on the device and rounded to ``dtype`` there."""
+        shape = (sum(len(part) for part in parts), parts[0].shape[1])
+        out = torch.empty(shape, dtype=torch_dtype(dtype), device=self.device)
+        start = 0
+        for part in parts:
+            out[start : start + len(part)].copy_(to_torch(part))
+            start += len(part)
+        return out, None if bias is None else self.array(bias, dtype)
+
     def pack_heads(self, weight: np.ndarray, dtype: DType) -> PackedHeads:
         """One tensor."""
         return PlainHeads(self.array(weight, dtype))
@@ -147,15 +174,3 @@ def _runs(hidden: Tensor, batch: ForwardBatch, rows: int) -> Tensor:
     """Each sampled row with those that follow it, [N, rows, E]."""
     steps = torch.arange(rows, device=hidden.device)
     return hidden[batch.sampled_rows[:, None] + steps]
-
-
-def stack_rows(parts: list[np.ndarray], kernels: TorchKernels, dtype: DType) -> Tensor:
-    """The parts [n_i, K] as one matrix on the device, rounded to ``dtype`` there."""
-    out = torch.empty(
-        (sum(len(part) for part in parts), parts[0].shape[1]), dtype=torch_dtype(dtype), device=kernels.device
-    )
-    start = 0
-    for part in parts:
-        out[start : start + len(part)].copy_(to_torch(part))
-        start += len(part)
-    return out

@@ -20,13 +20,12 @@ from torch import Tensor
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.core.kv_spec import KVSpec
-from octavo.kernels import load_kernels, reference
+from octavo.kernels import load_kernels, torch_attention
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import AttentionSpec
 from octavo.kernels.packed_weight import Activation
 from octavo.kernels.reference import ReferenceKernels
-from octavo.kernels.torch_kernels import stack_rows
 from tests.kernels import torch_facade
 
 KERNELS: Any = torch_facade.of_torch(ReferenceKernels())
@@ -164,7 +163,7 @@ def test_attention_is_that_of_each_token_over_its_own_context(case: Case) -> Non
 def test_attention_in_slices_is_the_same(case: Case, limit: int) -> None:
     step = build(case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "_MAX_ELEMENTS", limit)
+        patch.setattr(torch_attention, "_MAX_ELEMENTS", limit)
         out = KERNELS.paged_attention(step.q, step.cache, step.batch, case.spec(0.5))
     np.testing.assert_allclose(out.numpy(), attend(case, step, 0.5), atol=2e-6, rtol=1e-5)
 
@@ -367,7 +366,7 @@ def test_products(dtype: torch.dtype) -> None:
 def test_parts_of_any_types_and_strides_are_stacked_in_one() -> None:
     whole = torch.randn(8, 5)
     parts = [whole[:2].numpy(), whole[2:5].numpy().astype(DType.BFLOAT16.numpy), np.asfortranarray(whole[5:].numpy())]
-    stacked = stack_rows(parts, ReferenceKernels(), DType.BFLOAT16)
+    stacked, _ = ReferenceKernels().stack(parts, None, DType.BFLOAT16)
     assert stacked.dtype == torch.bfloat16 and torch.equal(stacked, whole.bfloat16())
 
 

@@ -104,9 +104,9 @@ def _on_device(slopes: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def head_tiles(context: Context, rows: int) -> tuple[int, int]:
-    """(query heads, all of one KV head, in a tile of ``rows`` rows; tiles per KV head)."""
+    """(query heads, all of one KV head, in a tile of ``rows`` rows; tiles that all heads need)."""
     heads = min(context.form.group, rows)
-    return heads, math.ceil(context.form.group / heads)
+    return heads, context.form.kv_heads * math.ceil(context.form.group / heads)
 
 
 @dataclass(frozen=True, slots=True)

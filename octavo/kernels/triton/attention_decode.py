@@ -37,8 +37,7 @@ def decode(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -> Non
     """
     sequences, form = batch.num_decodes, context.form
     tiling = _tiling(context).fitted(context, q.device)
-    heads, head_chunks = head_tiles(context, tiling.rows)
-    columns = form.kv_heads * head_chunks
+    heads, columns = head_tiles(context, tiling.rows)
     parts = count_parts(sequences * columns, batch.max_seq_len, tiling.keys, q.device)
     total_heads = form.kv_heads * form.group
     partial = sums = None

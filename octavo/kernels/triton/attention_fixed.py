@@ -18,14 +18,7 @@ from torch import Tensor
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
 from octavo.kernels.triton.attention_decode import count_parts
-from octavo.kernels.triton.attention_queries import (
-    count_tiles,
-    find_tile,
-    last_seen,
-    load_queries,
-    position_of,
-    seen_end,
-)
+from octavo.kernels.triton.attention_queries import count_tiles, find_tile, load_queries, position_of
 from octavo.kernels.triton.attention_tile import NOTHING, attend, merge
 from octavo.kernels.triton.rounding import rounded
 
@@ -39,10 +32,9 @@ def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context) -
     """Attention of all sequences of the batch: q [T, H, D] to out [T, H, D], contiguous."""
     sequences, form = batch.seq_lens.shape[0], context.form
     tiling = _tiling(context).fitted(context, q.device)
-    heads, head_chunks = head_tiles(context, tiling.rows)
+    heads, columns = head_tiles(context, tiling.rows)
     tokens = tiling.rows // heads
     tiles = count_tiles(q.shape[0], sequences, tokens)
-    columns = form.kv_heads * head_chunks
     flat_rows, pieces = q.shape[0] * q.shape[1], -(-batch.max_seq_len // PIECE)
     parts = count_parts(tiles * columns, batch.max_seq_len, PIECE, q.device)
     if flat_rows * pieces * form.dim * 4 > _MAX_BYTES:
@@ -134,28 +126,20 @@ def _pieces_kernel(
     SPLIT: tl.constexpr,
 ):
     """Program (h, t, i): ``TOKENS`` tokens of a sequence, ``HEADS`` heads of one KV head, part i of the pieces."""
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    sequence, local, row, queries = find_tile(query_start_ptr, tile, 0, sequences, TOKENS)
+    sequence, local, row, queries = find_tile(query_start_ptr, 0, sequences, TOKENS)
     if local * TOKENS >= queries:
         return
     length = tl.load(seq_lens_ptr + sequence)
-    first_query = position_of(positions_ptr, row, queries, length)
-    kv_head, head_tile = tl.program_id(0) % FORM.kv_heads, tl.program_id(0) // FORM.kv_heads
-    q, positions, flat, heads, valid = load_queries(
-        q_ptr, q_token_stride, q_head_stride, row, queries, local, first_query, kv_head, head_tile,
+    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
+    kv_head = tl.program_id(0) % FORM.kv_heads
+    q, flat, heads, valid, positions, last_key, slopes, oldest, end = load_queries(
+        q_ptr, q_token_stride, q_head_stride, positions_ptr, until_ptr, slopes_ptr, local, row, queries, length,
         FORM, HEADS, TOKENS, ROWS,
     )  # fmt: skip
-    slopes = tl.full([ROWS], 0.0, dtype=tl.float32)
-    if FORM.alibi:
-        slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0)
-    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
 
-    oldest = first_query + local * TOKENS
     begin = 0
     if FORM.window > 0:
         begin = tl.maximum(oldest - FORM.window + 1, 0) // TILE * TILE
-    last_key = last_seen(until_ptr, positions, flat, valid, length, FORM)
-    end = seen_end(last_key, valid, tl.minimum(oldest + TOKENS, first_query + queries), length, FORM)
     first = begin // PIECE_TOKENS
     # An empty sequence has one piece, without keys.
     count = tl.maximum((end + PIECE_TOKENS - 1) // PIECE_TOKENS - first, 1)

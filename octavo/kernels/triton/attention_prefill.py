@@ -8,14 +8,7 @@ from torch import Tensor
 
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
-from octavo.kernels.triton.attention_queries import (
-    count_tiles,
-    find_tile,
-    last_seen,
-    load_queries,
-    position_of,
-    seen_end,
-)
+from octavo.kernels.triton.attention_queries import count_tiles, find_tile, load_queries
 from octavo.kernels.triton.attention_tile import NOTHING, attend
 from octavo.kernels.triton.rounding import rounded
 
@@ -32,10 +25,10 @@ def prefill(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context, first
     """
     sequences, form = batch.seq_lens.shape[0], context.form
     tiling = _tiling(context).fitted(context, q.device)
-    heads, head_chunks = head_tiles(context, tiling.rows)
+    heads, columns = head_tiles(context, tiling.rows)
     tokens = tiling.rows // heads
     tiles = count_tiles(q.shape[0] - first, sequences - first, tokens)
-    _prefill_kernel[(form.kv_heads * head_chunks, tiles)](
+    _prefill_kernel[(columns, tiles)](
         q,
         out,
         batch.query_start_loc,
@@ -96,31 +89,20 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (h, t): ``TOKENS`` tokens of a sequence, for ``HEADS`` query heads of one KV head.
-
-    The last tiles, which have the longest contexts, are started first, so that programs end at about the same time.
-    """
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    sequence, local, row, queries = find_tile(query_start_ptr, tile, first, sequences, TOKENS)
+    """Program (h, t): ``TOKENS`` tokens of a sequence, for ``HEADS`` query heads of one KV head."""
+    sequence, local, row, queries = find_tile(query_start_ptr, first, sequences, TOKENS)
     if local * TOKENS >= queries:
         return
     length = tl.load(seq_lens_ptr + sequence)
-    first_query = position_of(positions_ptr, row, queries, length)
-    kv_head, head_tile = tl.program_id(0) % FORM.kv_heads, tl.program_id(0) // FORM.kv_heads
-    q, positions, flat, heads, valid = load_queries(
-        q_ptr, q_token_stride, q_head_stride, row, queries, local, first_query, kv_head, head_tile,
+    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
+    kv_head = tl.program_id(0) % FORM.kv_heads
+    q, flat, heads, valid, positions, last, slopes, oldest, end = load_queries(
+        q_ptr, q_token_stride, q_head_stride, positions_ptr, until_ptr, slopes_ptr, local, row, queries, length,
         FORM, HEADS, TOKENS, ROWS,
     )  # fmt: skip
-    slopes = tl.full([ROWS], 0.0, dtype=tl.float32)
-    if FORM.alibi:
-        slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0)
-    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
     acc = tl.full([ROWS, FORM.dim], 0.0, dtype=tl.float32)
     l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
     m = tl.full([ROWS], NOTHING, dtype=tl.float32)
-    oldest = first_query + local * TOKENS
-    last = last_seen(until_ptr, positions, flat, valid, length, FORM)
-    end = seen_end(last, valid, tl.minimum(oldest + TOKENS, first_query + queries), length, FORM)
     if FORM.window > 0:
         masked_from = tl.maximum(oldest - FORM.window + 1, 0) // TILE * TILE
     else:

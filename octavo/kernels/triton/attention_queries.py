@@ -12,12 +12,15 @@ def count_tiles(tokens: int, sequences: int, tile: int) -> int:
 
 
 @triton.jit
-def find_tile(query_start_ptr, tile, first, sequences, TOKENS: tl.constexpr):
-    """Finds the sequence of tile number ``tile``: the tiles of sequences follow each other, each with a spare tile.
+def find_tile(query_start_ptr, first, sequences, TOKENS: tl.constexpr):
+    """Finds the sequence of the program's tile: the tiles of sequences follow each other, each with a spare tile.
+
+    The last tiles, which have the longest contexts, are started first, so that programs end at about the same time.
 
     Returns:
         The sequence, the tile's number in it, the sequence's first row, and its number of rows.
     """
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
     origin = tl.load(query_start_ptr + first)
     low = first
     high = sequences
@@ -40,71 +43,68 @@ def position_of(positions_ptr, row, queries, length):
 
 
 @triton.jit
-def last_seen(until_ptr, positions, flat, valid, length, FORM: tl.constexpr):
-    """The last position that each row of ``load_queries`` attends to, int32 [rows]; ``until_ptr``: see ``Context``."""
-    if not FORM.causal:
-        return positions * 0 + length - 1
-    elif FORM.spans:
-        return tl.maximum(positions, tl.load(until_ptr + flat, mask=valid, other=-1))
-    else:
-        return positions
-
-
-@triton.jit
-def seen_end(last, valid, end, length, FORM: tl.constexpr):
-    """Past the last position that a tile of rows attends to, of which ``end`` is past the last row's."""
-    if not FORM.causal:
-        return length
-    elif FORM.spans:
-        return tl.minimum(tl.maximum(end, tl.max(tl.where(valid, last, -1), 0) + 1), length)
-    else:
-        return end
-
-
-@triton.jit
 def load_queries(
     q_ptr,
     token_stride,
     head_stride,
+    positions_ptr,
+    until_ptr,
+    slopes_ptr,
+    local,
     row,
     queries,
-    local,
-    first,
-    kv_head,
-    head_tile,
+    length,
     FORM: tl.constexpr,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The rows of a tile: ``TOKENS`` tokens with ``HEADS`` query heads of a KV head each.
+    """The rows of the program's tile: ``TOKENS`` tokens with ``HEADS`` query heads of a KV head each.
 
     Args:
         q_ptr: [T, heads, head_dim]
         token_stride: elements between consecutive tokens; ``head_stride`` likewise.
         head_stride: see above.
+        positions_ptr: of all tokens.
+        until_ptr: see ``Context``; ``slopes_ptr`` likewise.
+        slopes_ptr: see above.
+        local: number of the tile in the sequence.
         row: the sequence's first token in q; ``queries`` follow each other from there.
         queries: see above.
-        local: number of the tile in the sequence.
-        first: position of the sequence's first query.
-        kv_head: the KV head.
-        head_tile: number of the tile of ``HEADS`` heads among the KV head's ``FORM.group``.
+        length: of the sequence's context.
         FORM: see ``attention_args``.
         HEADS: see above.
         TOKENS: see above.
         ROWS: ``TOKENS * HEADS`` rounded up to a power of two.
 
     Returns:
-        q [ROWS, ``FORM.dim``] of type ``FORM.compute``, 0 in unused elements; and for each row its position in the
-        context, its token in q (int64), its query head, and whether the row is used.
+        q [ROWS, ``FORM.dim``] of type ``FORM.compute``, 0 in unused elements; for each row its token in q (int64), its
+        query head, whether the row is used, its position in the context, the last position that it attends to (int32)
+        and its slope (0 without ALiBi); then the position of the tile's first token, and the position past the last
+        that a row attends to.
     """
     rows = tl.arange(0, ROWS)
     tokens = local * TOKENS + rows // HEADS
-    group_heads = head_tile * HEADS + rows % HEADS
+    group_heads = tl.program_id(0) // FORM.kv_heads * HEADS + rows % HEADS
     valid = (tokens < queries) & (rows < TOKENS * HEADS) & (group_heads < FORM.group)
     flat = (row + tokens).to(tl.int64)
-    heads = kv_head * FORM.group + group_heads
+    heads = tl.program_id(0) % FORM.kv_heads * FORM.group + group_heads
     dims = tl.arange(0, FORM.dim)
     at = flat[:, None] * token_stride + heads[:, None] * head_stride + dims[None, :]
     q = tl.load(q_ptr + at, mask=valid[:, None] & (dims[None, :] < FORM.head_dim), other=0.0).to(FORM.compute)
-    return q, first + tokens, flat, heads, valid
+    slopes = tl.full([ROWS], 0.0, dtype=tl.float32)
+    if FORM.alibi:
+        slopes = tl.load(slopes_ptr + heads, mask=valid, other=0.0)
+
+    first = position_of(positions_ptr, row, queries, length)
+    oldest = first + local * TOKENS
+    positions = first + tokens
+    last = positions
+    end = tl.minimum(oldest + TOKENS, first + queries)
+    if not FORM.causal:
+        last = positions * 0 + length - 1
+        end = length
+    elif FORM.spans:
+        last = tl.maximum(positions, tl.load(until_ptr + flat, mask=valid, other=-1))
+        end = tl.minimum(tl.maximum(end, tl.max(tl.where(valid, last, -1), 0) + 1), length)
+    return q, flat, heads, valid, positions, last, slopes, oldest, end

@@ -77,36 +77,45 @@ def attend(
         TILE: keys, a power of two.
     """
     head = kv_head * FORM.block_size * FORM.head_dim
-    ptrs = (cache.key + head, cache.value + head)
-    scale_ptrs = (cache.key_scale, cache.value_scale)
+    key_ptr, value_ptr = cache.key + head, cache.value + head
     if FORM.quantized:
-        scale_ptrs = (cache.key_scale + kv_head * FORM.block_size, cache.value_scale + kv_head * FORM.block_size)
-    strides = (cache.block_stride, cache.scale_stride)
+        key_scale_ptr = cache.key_scale + kv_head * FORM.block_size
+        value_scale_ptr = cache.value_scale + kv_head * FORM.block_size
     # Block ids are loaded an iteration ahead: the addresses of keys and values are then known, and as many of these
     # loads are in flight as there are stages.
-    block = _blocks_of(table_ptr, begin, length, FORM.block_size, TILE)
+    following = _blocks_of(table_ptr, begin, length, FORM.block_size, TILE)
     for start in range(begin, end, TILE):
+        block = following.to(tl.int64)
         following = _blocks_of(table_ptr, start + TILE, length, FORM.block_size, TILE)
-        acc, l, m = _attend_to_tile(  # noqa: E741
-            acc,
-            l,
-            m,
-            q,
-            positions,
-            last,
-            start,
-            length,
-            block,
-            ptrs,
-            scale_ptrs,
-            strides,
-            scale,
-            slopes,
-            FORM,
-            MASKED,
-            TILE,
-        )
-        block = following
+        keys = start + tl.arange(0, TILE)
+        offsets = keys % FORM.block_size
+        at = block * cache.block_stride + offsets * FORM.head_dim
+
+        k = _load(key_ptr, at, keys, length, FORM, False)
+        scores = dot(q, tl.trans(_widened(k, q.dtype)), tl.full([q.shape[0], TILE], 0.0, dtype=tl.float32))
+        if FORM.quantized:
+            scale_at = block * cache.scale_stride + offsets
+            scores *= tl.load(key_scale_ptr + scale_at)[None, :]
+        scores, factor = _shaped(scores, scale, keys, positions, slopes, FORM)
+        if MASKED:
+            seen = keys[None, :] <= last[:, None]
+            if FORM.window > 0:
+                seen = seen & (keys[None, :] > positions[:, None] - FORM.window)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_m = tl.maximum(m, tl.max(scores, 1) * factor)
+        p = tl.exp2(scores * factor - new_m[:, None])
+        kept = tl.exp2(m - new_m)
+        l = l * kept + tl.sum(p, 1)  # noqa: E741
+        m = new_m
+
+        # Values past the context are those of other sequences, possibly NaN, and 0 * NaN is NaN.
+        v = _load(value_ptr, at, keys, length, FORM, MASKED)
+        if FORM.quantized:
+            if MASKED:
+                p *= tl.load(value_scale_ptr + scale_at, mask=keys < length, other=0.0)[None, :]
+            else:
+                p *= tl.load(value_scale_ptr + scale_at)[None, :]
+        acc = dot(rounded(p, q.dtype), _widened(v, q.dtype), acc * kept[:, None])
     return acc, l, m
 
 
@@ -121,43 +130,21 @@ def _blocks_of(table_ptr, start, length, BLOCK_SIZE: tl.constexpr, TILE: tl.cons
 
 
 @triton.jit
-def _attend_to_tile(
-    acc,
-    l,  # noqa: E741
-    m,
-    q,
-    positions,
-    last,
-    start,
-    length,
-    block,
-    ptrs,
-    scale_ptrs,
-    strides,
-    scale,
-    slopes,
-    FORM: tl.constexpr,
-    MASKED: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """``attend`` for the ``TILE`` keys from ``start`` on, in the blocks of ``_blocks_of``.
-
-    Pointers to the KV head's part of block 0, those to scales, and strides are of keys and of values.
-    """
-    keys = start + tl.arange(0, TILE)
+def _load(ptr, at, keys, length, FORM: tl.constexpr, MASKED: tl.constexpr):
+    """[keys, dim] of the cache, 0 past ``head_dim``; if ``MASKED``, 0 past the context, too."""
     dims = tl.arange(0, FORM.dim)
-    offsets = keys % FORM.block_size
-    block = block.to(tl.int64)
-    at = block * strides[0] + offsets * FORM.head_dim
-
-    if FORM.head_dim == FORM.dim:
-        k = tl.load(ptrs[0] + at[:, None] + dims[None, :])
+    ptrs = ptr + at[:, None] + dims[None, :]
+    if MASKED:
+        return tl.load(ptrs, mask=(keys[:, None] < length) & (dims[None, :] < FORM.head_dim), other=0.0)
+    elif FORM.head_dim == FORM.dim:
+        return tl.load(ptrs)
     else:
-        k = tl.load(ptrs[0] + at[:, None] + dims[None, :], mask=dims[None, :] < FORM.head_dim, other=0.0)
-    scores = dot(q, tl.trans(_widened(k, q.dtype)), tl.full([q.shape[0], TILE], 0.0, dtype=tl.float32))
-    if FORM.quantized:
-        scale_at = block * strides[1] + offsets
-        scores *= tl.load(scale_ptrs[0] + scale_at)[None, :]
+        return tl.load(ptrs, mask=dims[None, :] < FORM.head_dim, other=0.0)
+
+
+@triton.jit
+def _shaped(scores, scale, keys, positions, slopes, FORM: tl.constexpr):
+    """Products of queries and keys with cap and slopes, and the factor that makes them exponents of two."""
     if FORM.cap > 0:
         # tanh(x) = 1 - 2 / (e^2x + 1); the factor of the result is part of the exponential.
         scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.8853900817779268)) + 1.0)
@@ -166,32 +153,7 @@ def _attend_to_tile(
         distance = (keys[None, :] - positions[:, None]).to(tl.float32)
         scores = scores * scale + slopes[:, None] * distance * 1.4426950408889634
         scale = 1.0
-    if MASKED:
-        seen = keys[None, :] <= last[:, None]
-        if FORM.window > 0:
-            seen = seen & (keys[None, :] > positions[:, None] - FORM.window)
-        scores = tl.where(seen, scores, float("-inf"))
-    new_m = tl.maximum(m, tl.max(scores, 1) * scale)
-    p = tl.exp2(scores * scale - new_m[:, None])
-    kept = tl.exp2(m - new_m)
-    l = l * kept + tl.sum(p, 1)  # noqa: E741
-    acc = acc * kept[:, None]
-
-    # Values past the context are those of other sequences, possibly NaN, and 0 * NaN is NaN.
-    if MASKED:
-        inside = (keys[:, None] < length) & (dims[None, :] < FORM.head_dim)
-        v = tl.load(ptrs[1] + at[:, None] + dims[None, :], mask=inside, other=0.0)
-    elif FORM.head_dim == FORM.dim:
-        v = tl.load(ptrs[1] + at[:, None] + dims[None, :])
-    else:
-        v = tl.load(ptrs[1] + at[:, None] + dims[None, :], mask=dims[None, :] < FORM.head_dim, other=0.0)
-    if FORM.quantized:
-        if MASKED:
-            p *= tl.load(scale_ptrs[1] + scale_at, mask=keys < length, other=0.0)[None, :]
-        else:
-            p *= tl.load(scale_ptrs[1] + scale_at)[None, :]
-    acc = dot(rounded(p, q.dtype), _widened(v, q.dtype), acc)
-    return acc, l, new_m
+    return scores, scale
 
 
 @triton.jit

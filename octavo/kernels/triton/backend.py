@@ -18,7 +18,7 @@ from octavo.kernels.interface import AttentionSpec
 from octavo.kernels.packed_weight import PackedWeight
 from octavo.kernels.quantized_rows import QuantizedRows
 from octavo.kernels.torch_arrays import torch_dtype
-from octavo.kernels.torch_kernels import TorchKernels, stack_rows
+from octavo.kernels.torch_kernels import TorchKernels
 from octavo.kernels.triton import attention, cache, experts, norm, rotary_cache
 from octavo.kernels.triton.embedding import embedding
 from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward
@@ -149,8 +149,7 @@ class TritonKernels(TorchKernels):
             raise ConfigError(
                 "the triton backend has no products in a file's bits: it cannot serve quantization='gguf'"
             )
-        weight = stack_rows(matrices, self, dtype)
-        added = None if bias is None else self.array(bias, dtype)
+        weight, added = self.stack(matrices, bias, dtype)
         if quantization in (None, "gguf"):
             return TritonDenseWeight(weight, added, gated, self.deterministic)
         return TritonQuantizedWeight(quantize(weight, str(quantization), added), gated, self.deterministic)

@@ -13,6 +13,7 @@ from torch import Tensor
 from octavo.core.dtypes import DType
 from octavo.kernels.packed_weight import Activation, PackedWeight
 from octavo.kernels.torch_arrays import torch_dtype
+from octavo.kernels.torch_kernels import TorchWeight
 from octavo.kernels.triton.activation import activate
 from octavo.kernels.triton.embedding import embedding
 from octavo.kernels.triton.matmul import matmul
@@ -21,17 +22,11 @@ from octavo.kernels.triton.quantize import COLUMNS, TritonQuantizedLinear
 
 
 @dataclass(frozen=True, slots=True)
-class TritonDenseWeight(PackedWeight):
+class TritonDenseWeight(TorchWeight):
     """A weight that is not quantised."""
 
-    #: [N, K]
-    weight: Tensor
-    #: [N] or none.
-    bias: Tensor | None
-    gated: bool
     #: A row's bits are the same in any batch.
     deterministic: bool
-    has_rows = True
 
     def __call__(
         self,
@@ -57,11 +52,6 @@ class TritonDenseWeight(PackedWeight):
             return matmul(x, self.weight, self.bias, dtype, add)
         product = _torch_product(x, self.weight, dtype if add is None else torch.float32, add)
         return (product if self.bias is None else product.add_(self.bias)).to(dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Of both tensors."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
