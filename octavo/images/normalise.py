@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.images.image_settings import ImageSettings, read_settings
+from octavo.images.image_settings import ImageSettings
 
 
 @dataclass(frozen=True)
@@ -37,17 +34,12 @@ class Normalisation:
         return self.table[pixels, np.arange(3)]
 
 
-def read_normalisation(folder: Path, config: Mapping[str, Any]) -> Normalisation:
-    """That of the model in a folder, from the files of its processor; ``config``: the content of config.json.
+def normalisation_of(settings: ImageSettings) -> Normalisation:
+    """That of a processor's settings.
 
     Raises:
-        ConfigError: a value is missing, of the wrong type or impossible.
+        ConfigError: a value is of the wrong type or impossible.
     """
-    return normalisation_of(read_settings(folder, config))
-
-
-def normalisation_of(settings: ImageSettings) -> Normalisation:
-    """That of a processor's settings."""
     rescale = settings.number("rescale_factor", 1 / 255) if settings.flag("do_rescale", True) else 1.0
     if not settings.flag("do_normalize", True):
         return Normalisation(rescale=rescale)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.core.errors import UnsupportedModelError, WeightError
+from octavo.core.json_values import MAX_TOKENIZER, read_object
 from octavo.loader.ctranslate2_file import CTranslate2File, read_ctranslate2
 from octavo.loader.ctranslate2_magic import MODEL_NAME
 from octavo.loader.stored import Stored
@@ -136,24 +137,14 @@ def write_whisper_folder(source: Path, folder: Path) -> None:
     ids = _token_ids(tokenizer)
     config = _network_facts(file) | _token_facts(ids)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    generation = _generation(_read_object(source / "config.json"), ids) | _token_facts(ids)
+    generation = _generation(read_object(source / "config.json", WeightError), ids) | _token_facts(ids)
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
     (folder / MODEL_NAME).symlink_to((source / MODEL_NAME).resolve())
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as e:
-        raise WeightError(f"{path} is not readable JSON: {e}") from None
-    if not isinstance(value, dict):
-        raise WeightError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
-
-
 def _token_ids(tokenizer: Path) -> dict[str, int]:
-    added = _read_object(tokenizer).get("added_tokens")
+    added = read_object(tokenizer, WeightError, MAX_TOKENIZER).get("added_tokens")
     ids = {str(t["content"]): int(t["id"]) for t in added} if isinstance(added, list) else {}
     if missing := [name for name in _NEEDED if name not in ids]:
         raise WeightError(f"{tokenizer} is not Whisper's: it lacks the token {missing[0]}")

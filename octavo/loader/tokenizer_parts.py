@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from octavo.core import json_values
 from octavo.core.errors import TokenizerError
+from octavo.core.json_values import MAX_TOKENIZER
 from octavo.loader.pre_tokenizers import PreTokenizer
 
 #: Longest token in characters or bytes; finding the merges of a token takes time that grows with its square.
 _LONGEST = 1024
-
-#: Largest file of a tokenizer that is read, in bytes: several times the largest published ones.
-_MAX_BYTES = 128 << 20
 
 #: Largest id of a token: several times those of the largest vocabularies published.
 MAX_ID = 2_000_000
@@ -32,11 +30,11 @@ def read_bytes(path: Path) -> bytes:
     """
     try:
         with path.open("rb") as f:
-            data = f.read(_MAX_BYTES + 1)
+            data = f.read(MAX_TOKENIZER + 1)
     except OSError as e:
         raise TokenizerError(f"{path} cannot be read: {e}") from e
-    if len(data) > _MAX_BYTES:
-        raise TokenizerError(f"{path} is larger than {_MAX_BYTES >> 20} MiB, more than any tokenizer's file")
+    if len(data) > MAX_TOKENIZER:
+        raise TokenizerError(f"{path} is larger than {MAX_TOKENIZER >> 20} MiB, more than any tokenizer's file")
     return data
 
 
@@ -59,15 +57,7 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         TokenizerError: it cannot be read, is too large, or holds something else.
     """
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(read_bytes(path).decode("utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise TokenizerError(f"{path} cannot be read: {e}") from e
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
+    return json_values.read_object(path, TokenizerError, MAX_TOKENIZER) if path.is_file() else {}
 
 
 def read_ids(path: Path) -> dict[str, int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.json_values import read_object
 from octavo.core.model_config import ModelConfig
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.models.config_reader import ConfigReader
@@ -17,8 +17,6 @@ from octavo.models.pooling_files import read_pooler
 from octavo.models.quantization import read_quantization
 from octavo.models.registry import architecture_of_type, find_base, network_class, supported_architectures, unsupported
 
-#: Largest JSON file that is read, in bytes.
-_MAX_JSON_BYTES = 16 << 20
 _GENERATION_FILE = "generation_config.json"
 #: Fields of ``SamplingParams`` that generation_config.json may set, by their names there.
 _SAMPLING_FIELDS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} | {
@@ -106,15 +104,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     if not file.is_file():
         raise ConfigError(f"{file} is missing; a model folder holds config.json, tokenizer.json and *.safetensors")
-    if file.stat().st_size > _MAX_JSON_BYTES:
-        raise ConfigError(f"{file} has {file.stat().st_size} bytes; at most {_MAX_JSON_BYTES} are read")
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise ConfigError(f"{file} is not readable JSON: {e}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file} must hold a JSON object, not {type(value).__name__}")
-    return value
+    return read_object(file)
 
 
 def _architecture(raw: dict[str, Any]) -> str:

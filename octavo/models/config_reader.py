@@ -5,12 +5,11 @@ What several families have is read here, as fields of ``ModelConfig``.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.json_values import JsonValues
 from octavo.core.model_config import ROPE_TYPES, RopeConfig
 
 if TYPE_CHECKING:
@@ -31,11 +30,10 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 @dataclass(frozen=True)
-class ConfigReader:
-    """Typed access to the values of one JSON object; null counts as absent."""
+class ConfigReader(JsonValues):
+    """The values of a config.json."""
 
     raw: dict[str, Any]
-    file: Path
     #: The content of generation_config.json.
     generation: dict[str, Any] = field(default_factory=dict)
 
@@ -47,38 +45,6 @@ class ConfigReader:
     def named(self, *names: str) -> str:
         """The first of several names of one value that the object has; the last one if it has none of them."""
         return next((name for name in names if self.raw.get(name) is not None), names[-1])
-
-    def positive(self, name: str, default: int | None = None) -> int:
-        """A positive integer; without a default it must be there."""
-        value = self.raw.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise ConfigError(f"{self.file}: {name} is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{self.file}: {name} must be a positive integer, not {value!r}")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        """A finite number above zero."""
-        value = self.raw.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ConfigError(f"{self.file}: {name} must be a number above 0, not {value!r}")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        """A boolean; false when absent."""
-        value = self.raw.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise ConfigError(f"{self.file}: {name} must be true or false, not {value!r}")
-        return bool(value)
-
-    def table(self, name: str) -> dict[str, Any]:
-        """An object; empty when absent."""
-        value = self.raw.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise ConfigError(f"{self.file}: {name} must be an object, not {value!r}")
-        return dict(value or {})
 
 
 def common_fields(reader: ConfigReader) -> dict[str, Any]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.json_values import JsonValues, read_object, read_value
 from octavo.core.model_config import ModelConfig
 from octavo.core.pooler_config import DenseConfig, PoolerActivation, PoolerConfig, PoolingKind
 from octavo.models.config_reader import ConfigReader
 
-#: Largest file of these that is read, in bytes; and most modules.
-_MAX_BYTES = 1 << 20
 _MAX_MODULES = 16
 #: By the flags of 1_Pooling/config.json, and by the newer name.
 _KINDS: dict[str, PoolingKind] = {
@@ -55,10 +53,10 @@ def read_pooler(folder: Path, config: ModelConfig, reader: ConfigReader) -> Pool
     pooler = replace(config.pooler, dimensions=_matryoshka(reader, config))
     if config.head in ("sequence", "token"):
         return _read_activation(pooler, reader)
-    modules = _read(folder / "modules.json")
-    if modules is not None:
+    if (file := folder / "modules.json").is_file():
+        modules = read_value(file)
         if not isinstance(modules, list) or len(modules) > _MAX_MODULES:
-            raise ConfigError(f"{folder / 'modules.json'} must hold a list of at most {_MAX_MODULES} modules")
+            raise ConfigError(f"{file} must hold a list of at most {_MAX_MODULES} modules")
         pooler = replace(pooler, normalize=False, is_from_files=True)
         for module in modules:
             pooler = _add_module(pooler, folder, module)
@@ -84,7 +82,7 @@ def _add_module(pooler: PoolerConfig, folder: Path, module: Any) -> PoolerConfig
 
 
 def _read_pooling(pooler: PoolerConfig, file: Path) -> PoolerConfig:
-    raw = _object(file)
+    raw = read_object(file)
     named = raw.get("pooling_mode")
     names = [named] if isinstance(named, str) else named
     if not isinstance(names, list):
@@ -99,7 +97,7 @@ def _read_pooling(pooler: PoolerConfig, file: Path) -> PoolerConfig:
 
 def _read_dense(folder: Path, path: str) -> DenseConfig:
     file = folder / path / "config.json"
-    reader = ConfigReader(_object(file), file)
+    reader = JsonValues(read_object(file), file)
     name = str(reader.raw.get("activation_function", "Tanh")).rpartition(".")[2].removesuffix("()")
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(f"{file}: activation_function {name!r} is not supported: {', '.join(_ACTIVATIONS)}")
@@ -111,18 +109,16 @@ def _read_dense(folder: Path, path: str) -> DenseConfig:
 def _read_lengths(pooler: PoolerConfig, folder: Path) -> PoolerConfig:
     for name in ("bert", "roberta", "distilbert", "camembert", "xlm-roberta", "xlnet", "albert"):
         file = folder / f"sentence_{name}_config.json"
-        if (raw := _read(file)) is not None and isinstance(raw, Mapping) and raw.get("max_seq_length") is not None:
-            return replace(pooler, max_seq_length=ConfigReader(dict(raw), file).positive("max_seq_length"))
+        if file.is_file() and (values := JsonValues(read_object(file), file)).get("max_seq_length") is not None:
+            return replace(pooler, max_seq_length=values.positive("max_seq_length"))
     return pooler
 
 
 def _read_prompts(pooler: PoolerConfig, folder: Path) -> PoolerConfig:
     file = folder / "config_sentence_transformers.json"
-    raw = _read(file)
-    if raw is None:
+    if not file.is_file():
         return pooler
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"{file} must hold an object")
+    raw = read_object(file)
     prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
     if not isinstance(prompts, Mapping) or not all(isinstance(text, str) for text in prompts.values()):
         raise ConfigError(f"{file}: prompts must be texts by name, not {prompts!r}")
@@ -164,22 +160,3 @@ def _matryoshka(reader: ConfigReader, config: ModelConfig) -> tuple[int, ...] | 
             f"{reader.file}: matryoshka_dimensions must be a list of numbers up to {config.hidden_size}, not {sizes!r}"
         )
     return tuple(sizes)
-
-
-def _object(file: Path) -> dict[str, Any]:
-    raw = _read(file)
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{file} is missing, or holds no object")
-    return raw
-
-
-def _read(file: Path) -> Any:
-    """The content of a file; None if it is not there."""
-    if not file.is_file():
-        return None
-    if file.stat().st_size > _MAX_BYTES:
-        raise ConfigError(f"{file} has {file.stat().st_size} bytes; at most {_MAX_BYTES} are read")
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise ConfigError(f"{file} is not readable JSON: {e}") from None

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.json_values import MAX_TOKENIZER, read_object
 from octavo.core.timestamp_rules import TimestampRules
 from octavo.speech.languages import LANGUAGES, language_code
 
 #: Seconds between two times that a model can say.
 TIME_STEP = 0.02
-_MAX_BYTES = 64 << 20
 _SPEC_TOKENS = {
     "end": "<|endoftext|>",
     "start": "<|startoftranscript|>",
@@ -105,8 +104,9 @@ def read_speech_tokens(folder: Path) -> SpeechTokens:
     missing = [name for name in _SPEC_TOKENS.values() if name not in ids]
     if missing:
         raise ConfigError(f"the tokenizer in {folder} is not Whisper's: it lacks the token {missing[0]}")
-    config = _read(folder / "config.json")
-    generation = _read(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else config
+    config = read_object(folder / "config.json")
+    file = folder / "generation_config.json"
+    generation = read_object(file) if file.is_file() else config
     is_multilingual = generation.get("is_multilingual", ids[_SPEC_TOKENS["end"]] == _MULTILINGUAL_END)
     languages = {code: ids[f"<|{code}|>"] for code in LANGUAGES if f"<|{code}|>" in ids} if is_multilingual else {}
     heads = generation.get("alignment_heads") or ()
@@ -129,18 +129,6 @@ def _ids(values: dict[str, Any], name: str) -> tuple[int, ...]:
 def _special_ids(folder: Path) -> dict[str, int]:
     """Of tokenizer.json, or of added_tokens.json beside the files of a slow tokenizer."""
     if (folder / "tokenizer.json").is_file():
-        added = _read(folder / "tokenizer.json").get("added_tokens") or ()
+        added = read_object(folder / "tokenizer.json", most=MAX_TOKENIZER).get("added_tokens") or ()
         return {str(token["content"]): int(token["id"]) for token in added}
-    return {str(name): int(token) for name, token in _read(folder / "added_tokens.json").items()}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{path} has {path.stat().st_size} bytes; at most {_MAX_BYTES} are read")
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"{path} is not readable JSON: {e}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
+    return {str(name): int(token) for name, token in read_object(folder / "added_tokens.json").items()}

@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
-from octavo.images.normalise import read_normalisation
+from octavo.images.image_settings import read_settings
+from octavo.images.normalise import normalisation_of
 from octavo.images.processors import AnyProcessor, read_image_processor
 from octavo.images.processors.qwen2_5_vl import Qwen2_5_VLProcessor
 from tests.images.image_cases import noise, scene
@@ -70,7 +71,7 @@ def patches(pixels: np.ndarray) -> np.ndarray:
 
 def check_against_peer(folder: Path, config: dict[str, Any], image: np.ndarray, reference: Any, family: str) -> None:
     processed = read_image_processor(folder, config).process(image)
-    rows = read_normalisation(folder, config).rows(processed.image.array())
+    rows = normalisation_of(read_settings(folder, config)).rows(processed.image.array())
     expected = reference(image, return_tensors="np", input_data_format="channels_last", **ROWS.get(family, {}))
     values = expected["pixel_values"]
     if family == "qwen2_5_vl":
@@ -166,7 +167,7 @@ def test_random_sizes_are_those_of_transformers(family: str, tmp_path: Path) -> 
     }
     folder, config = write_folder(tmp_path, family, **small[family])
     reference = peer(folder, *CLASSES[family])
-    processor, normalisation = read_image_processor(folder, config), read_normalisation(folder, config)
+    processor, normalisation = read_image_processor(folder, config), normalisation_of(read_settings(folder, config))
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.integers(1, 300), st.integers(1, 300))
@@ -219,7 +220,7 @@ def test_a_missing_setting_is_the_one_of_the_family(family: str, tmp_path: Path)
         config = {**config, "vision_config": {"patch_size": 13}, "scale_factor": 4}
     reference = peer(folder, *CLASSES[family])
     processed = read_image_processor(folder, config).process(scene(120, 333))
-    rows = read_normalisation(folder, config).rows(processed.image.array())
+    rows = normalisation_of(read_settings(folder, config)).rows(processed.image.array())
     values = reference(scene(120, 333), return_tensors="np", input_data_format="channels_last")["pixel_values"]
     if family == "qwen2_5_vl":
         assert np.array_equal(patches(rows[0]), values)
@@ -312,13 +313,13 @@ def test_impossible_settings_are_refused_by_name(
 )
 def test_impossible_normalisations_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_normalisation(*write_folder(tmp_path, "gemma3", **settings))
+        normalisation_of(read_settings(*write_folder(tmp_path, "gemma3", **settings)))
 
 
 def test_normalisation_may_be_left_out(tmp_path: Path) -> None:
     folder, config = write_folder(tmp_path, "gemma3", do_normalize=False, do_rescale=False)
     levels = np.arange(256, dtype=np.uint8)[:, None].repeat(3, axis=1)
-    assert np.array_equal(read_normalisation(folder, config).rows(levels), levels)
+    assert np.array_equal(normalisation_of(read_settings(folder, config)).rows(levels), levels)
 
 
 def test_folders_without_the_files_say_what_is_missing(tmp_path: Path) -> None:
@@ -328,7 +329,7 @@ def test_folders_without_the_files_say_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must hold a JSON object, not list"):
         read_image_processor(tmp_path, CONFIGS["llava"])
     (tmp_path / "preprocessor_config.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is not readable JSON"):
         read_image_processor(tmp_path, CONFIGS["llava"])
     with pytest.raises(UnsupportedModelError, match="not for model_type 'llama'"):
         read_image_processor(tmp_path, {"model_type": "llama"})

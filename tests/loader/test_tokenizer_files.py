@@ -245,6 +245,6 @@ def test_broken_files_are_named(tmp_path: Path, vocabulary: Vocabulary, name: st
 def test_files_larger_than_any_tokenizer_s_are_not_read(
     tmp_path: Path, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_parts, "_MAX_BYTES", 1 << 10)
-    with pytest.raises(TokenizerError, match=r"vocab\.json is larger"):
+    monkeypatch.setattr(tokenizer_parts, "MAX_TOKENIZER", 1 << 10)
+    with pytest.raises(TokenizerError, match=r"vocab\.json has .* bytes; at most 1024 are read"):
         load_tokenizer(folder(tmp_path, vocabulary, "gpt2"))

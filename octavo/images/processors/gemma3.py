@@ -7,7 +7,7 @@ import numpy as np
 
 from octavo.core.errors import ConfigError
 from octavo.core.image_input import ImageInput
-from octavo.images.image_settings import ImageSettings
+from octavo.images.image_settings import MAX_SIDE, ImageSettings
 from octavo.images.processor import ProcessedImage
 from octavo.images.resizing import resize
 
@@ -58,5 +58,5 @@ def read_gemma3(settings: ImageSettings) -> Gemma3Processor:
         height=height,
         width=width,
         resample=settings.resample(_BILINEAR),
-        num_features=settings.integer("mm_tokens_per_image", 256, settings.config),
+        num_features=settings.config.positive("mm_tokens_per_image", 256, MAX_SIDE),
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from octavo.core.errors import ConfigError
 from octavo.core.image_input import ImageInput
-from octavo.images.image_settings import ImageSettings
+from octavo.images.image_settings import MAX_SIDE, ImageSettings
 from octavo.images.processor import ProcessedImage
 from octavo.images.resizing import resize
 
@@ -110,11 +110,11 @@ def read_idefics3(settings: ImageSettings) -> Idefics3Processor:
     size = settings.sizes("size", {"longest_edge": 4 * _TILE}, for_integer="longest_edge")
     tiles = settings.sizes("max_image_size", {"longest_edge": _TILE}, for_integer="longest_edge")
     for name, sizes in (("size", size), ("max_image_size", tiles)):
-        if sizes.keys() != {"longest_edge"}:
-            raise ConfigError(f"{settings.file}: {name} must have longest_edge, not {sizes!r}")
-    tile = settings.integer("longest_edge", 0, tiles)
-    patch = settings.integer("patch_size", 32, settings.vision)
-    scale = settings.integer("scale_factor", 2, settings.config)
+        if sizes.raw.keys() != {"longest_edge"}:
+            raise ConfigError(f"{settings.file}: {name} must have longest_edge, not {sizes.raw!r}")
+    tile = tiles.positive("longest_edge", most=MAX_SIDE)
+    patch = settings.vision.positive("patch_size", 32, MAX_SIDE)
+    scale = settings.config.positive("scale_factor", 2, MAX_SIDE)
     if tile % (patch * scale):
         raise ConfigError(
             f"{settings.file}: max_image_size is {tile}, which {patch * scale} does not divide: patches of {patch} "
@@ -124,7 +124,7 @@ def read_idefics3(settings: ImageSettings) -> Idefics3Processor:
         placeholder=settings.token("<image>", "image_token_id"),
         fake_token="<fake_token_around_image>",
         global_token="<global-img>",
-        longest_edge=settings.integer("longest_edge", 0, size),
+        longest_edge=size.positive("longest_edge", most=MAX_SIDE),
         tile=tile,
         is_split=settings.flag("do_image_splitting", True),
         resample=settings.resample(_LANCZOS),

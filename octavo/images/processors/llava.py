@@ -7,7 +7,7 @@ import numpy as np
 
 from octavo.core.errors import ConfigError
 from octavo.core.image_input import ImageInput
-from octavo.images.image_settings import ImageSettings
+from octavo.images.image_settings import MAX_SIDE, ImageSettings
 from octavo.images.processor import ProcessedImage
 from octavo.images.resizing import center_crop, check_ratio, pad_to_square, resize, shortest_edge_size
 
@@ -54,21 +54,21 @@ def read_llava(settings: ImageSettings) -> LlavaProcessor:
     size = settings.sizes("size", {"shortest_edge": _SIDE}, for_integer="shortest_edge")
     shortest = 0
     resized = None
-    if "shortest_edge" in size and "longest_edge" not in size:
-        shortest = settings.integer("shortest_edge", 0, size)
-    elif size.keys() >= {"height", "width"}:
-        resized = (settings.integer("height", 0, size), settings.integer("width", 0, size))
+    if "shortest_edge" in size.raw and "longest_edge" not in size.raw:
+        shortest = size.positive("shortest_edge", most=MAX_SIDE)
+    elif size.raw.keys() >= {"height", "width"}:
+        resized = (size.positive("height", most=MAX_SIDE), size.positive("width", most=MAX_SIDE))
     else:
-        raise ConfigError(f"{settings.file}: size must have shortest_edge, or height and width, not {size!r}")
+        raise ConfigError(f"{settings.file}: size must have shortest_edge, or height and width, not {size.raw!r}")
     if settings.flag("do_center_crop", True):
         height, width = settings.square("crop_size", {"height": _SIDE, "width": _SIDE})
     elif resized is not None:
         height, width = resized
     else:
         raise ConfigError(f"{settings.file}: do_center_crop is false, so images would differ in size: set it")
-    patch = settings.integer("patch_size", 14, settings.vision)
+    patch = settings.vision.positive("patch_size", 14, MAX_SIDE)
     # What CLIP's network has beside the patches, its class token, is a feature only if config.json says so.
-    strategy = settings.config.get("vision_feature_select_strategy") or "default"
+    strategy = settings.config.get("vision_feature_select_strategy")
     features = (height // patch) * (width // patch) + (strategy == "full")
     return LlavaProcessor(
         placeholder=settings.token("<image>", "image_token_index", "image_token_id"),

@@ -9,7 +9,7 @@ import numpy as np
 
 from octavo.core.errors import ConfigError
 from octavo.core.image_input import ImageInput
-from octavo.images.image_settings import ImageSettings
+from octavo.images.image_settings import MAX_PIXELS, MAX_SIDE, ImageSettings
 from octavo.images.processor import ProcessedImage
 from octavo.images.resizing import MAX_RATIO, check_ratio, resize
 
@@ -64,10 +64,10 @@ def read_qwen2_5_vl(settings: ImageSettings) -> Qwen2_5_VLProcessor:
         ConfigError: see ``read_image_processor``.
     """
     smallest, largest = pixel_bounds(settings)
-    patch, merge = settings.integer("patch_size", 14), settings.integer("merge_size", 2)
+    patch, merge = settings.positive("patch_size", 14, MAX_SIDE), settings.positive("merge_size", 2, MAX_SIDE)
     for name, used, of_network in (
-        ("patch_size", patch, settings.integer("patch_size", 14, settings.vision)),
-        ("merge_size", merge, settings.integer("spatial_merge_size", 2, settings.vision)),
+        ("patch_size", patch, settings.vision.positive("patch_size", 14)),
+        ("merge_size", merge, settings.vision.positive("spatial_merge_size", 2)),
     ):
         if used != of_network:
             raise ConfigError(f"{settings.file}: {name} is {used}, but the network's (config.json) is {of_network}")
@@ -93,5 +93,5 @@ def pixel_bounds(settings: ImageSettings) -> tuple[int, int]:
         ConfigError: one is of the wrong type or impossible.
     """
     size = settings.sizes("size", {})
-    smallest = settings.pixels("min_pixels", settings.pixels("shortest_edge", 56 * 56, size))
-    return smallest, settings.pixels("max_pixels", settings.pixels("longest_edge", 28 * 28 * 1280, size))
+    smallest = settings.positive("min_pixels", size.positive("shortest_edge", 56 * 56), MAX_PIXELS)
+    return smallest, settings.positive("max_pixels", size.positive("longest_edge", 28 * 28 * 1280), MAX_PIXELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from octavo.core.json_values import JsonValues
 from octavo.images.image_settings import ImageSettings, read_settings
 from octavo.images.normalise import Normalisation, normalisation_of
 from octavo.models.config_reader import ConfigReader
@@ -23,7 +24,7 @@ def read_pixels(reader: ConfigReader, family: str) -> Normalisation:
     folder, config = reader.file.parent, {**reader.raw, "model_type": reader.raw.get("model_type") or family}
     if any((folder / name).is_file() for name in _FILES):
         return normalisation_of(read_settings(folder, config))
-    return normalisation_of(ImageSettings(folder, config, {}, folder / _FILES[-1], {}))
+    return normalisation_of(ImageSettings({}, folder / _FILES[-1], JsonValues(config, reader.file)))
 
 
 def patch_rows(pixels: np.ndarray, patch: int, merge: int = 1) -> np.ndarray:

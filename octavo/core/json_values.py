@@ -1,0 +1,91 @@
+"""JSON files of a model, and their values with types."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.core.errors import ConfigError, OctavoError
+
+#: Largest files that are read, in bytes: of a configuration, and of a tokenizer (several times the largest published).
+MAX_CONFIG = 16 << 20
+MAX_TOKENIZER = 128 << 20
+
+
+def read_value(file: Path, error: type[OctavoError] = ConfigError, most: int = MAX_CONFIG) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        OctavoError: of type ``error``; it is missing, has more than ``most`` bytes, or is not readable.
+    """
+    try:
+        size = file.stat().st_size
+        value = None if size > most else json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(f"{file} is missing") from None
+    except (OSError, ValueError, RecursionError) as e:
+        raise error(f"{file} is not readable JSON: {e}") from None
+    if size > most:
+        raise error(f"{file} has {size} bytes; at most {most} are read")
+    return value
+
+
+def read_object(file: Path, error: type[OctavoError] = ConfigError, most: int = MAX_CONFIG) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        OctavoError: as for ``read_value``; also if it holds something else.
+    """
+    value = read_value(file, error, most)
+    if not isinstance(value, dict):
+        raise error(f"{file} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+@dataclass(frozen=True)
+class JsonValues:
+    """Typed access to the values of one JSON object; null counts as absent."""
+
+    raw: Mapping[str, Any]
+    #: Where it stands, for messages.
+    file: Path
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value of any type."""
+        value = self.raw.get(name)
+        return default if value is None else value
+
+    def positive(self, name: str, default: int | None = None, most: int | None = None) -> int:
+        """A positive integer, at most ``most``; without a default it must be there."""
+        value = self.get(name, default)
+        if value is None:
+            raise ConfigError(f"{self.file}: {name} is missing")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
+            right = "a positive integer" if most is None else f"an integer from 1 to {most}"
+            raise ConfigError(f"{self.file}: {name} must be {right}, not {value!r}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A finite number above zero."""
+        value = self.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ConfigError(f"{self.file}: {name} must be a number above 0, not {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A boolean."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.file}: {name} must be true or false, not {value!r}")
+        return value
+
+    def table(self, name: str) -> dict[str, Any]:
+        """An object; empty when absent."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.file}: {name} must be an object, not {value!r}")
+        return dict(value)
