@@ -32,7 +32,8 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.migration import Migration
 from octavo.engine.model_files import check_classes, find_model
 from octavo.engine.output_processor import RequestState
-from octavo.engine.replicas import CORE_ENDED, Replicas
+from octavo.engine.placement import CORE_ENDED
+from octavo.engine.replicas import Replicas
 from octavo.engine.request_stream import QueuedTokens, RequestStream
 from octavo.engine.shared_prefixes import SharedPrefix
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
@@ -164,7 +165,7 @@ class AsyncEngine:
         self.adapters.on_unpin = lambda key: replicas.send_all(Call(NO_REPLY, "unpin_adapter", [key]))
         replicas.on_step, replicas.on_start = self._receive, self._make_like_others
         self._migration = Migration(replicas)
-        replicas.on_death, replicas.on_failed = self._die, self._fail
+        replicas.on_death, replicas.requests.on_failed = self._die, self._fail
 
     async def __aenter__(self) -> Self:
         await self.ready()
@@ -221,7 +222,7 @@ class AsyncEngine:
     def _send(self, request: RequestState, replica: int | None = None) -> RequestStream:
         """Gives a request to ``replica``, or to the one that the router chooses."""
         try:
-            self._replicas.add(request, replica)
+            self._replicas.requests.add(request, replica)
         except OctavoError:
             self.front_end.outputs.discard(request)
             raise
@@ -256,20 +257,20 @@ class AsyncEngine:
     def _abort(self, request_id: str) -> None:
         request = self.front_end.outputs.abort(request_id) if self._loaded else None
         if request is not None:
-            self._replicas.send(request.group_id, Abort(request.group_id))
+            self._replicas.requests.send(request.group_id, Abort(request.group_id))
             self._notify(request)
 
     def _abandon(self, request: RequestState) -> None:
         """Aborts a request whose stream was closed."""
         stream = self._streams.get(request.request_id)
         if stream is not None and stream.request is request:  # else it has ended, and its id may be in use again
-            self._replicas.send(request.group_id, Abort(request.group_id))
+            self._replicas.requests.send(request.group_id, Abort(request.group_id))
             self.front_end.outputs.discard(request)
             self._forget(request)
 
     def _forget(self, request: RequestState) -> RequestStream:
         self._queued.remove(request.group_id)
-        self._replicas.forget(request.group_id)
+        self._replicas.requests.forget(request.group_id)
         stream = self._streams.pop(request.request_id)
         if not self._streams:
             self._nothing_open.set()
@@ -284,7 +285,7 @@ class AsyncEngine:
         for part in step.outputs.parts(MAX_SEQUENCES_AT_ONCE):
             ready, stopped = self.front_end.outputs.process(part)
             for group_id, index in stopped:
-                self._replicas.send(group_id, Stop(group_id, index))
+                self._replicas.requests.send(group_id, Stop(group_id, index))
             for request in ready:
                 self._notify(request)
             await asyncio.sleep(0)

@@ -207,7 +207,7 @@ class AsyncLLM(AsyncEngine):
     @property
     def num_resumed(self) -> int:
         """Requests that went on at another core than the one that had begun them, or on one that was started again."""
-        return self._replicas.num_resumed if self._loaded else 0
+        return self._replicas.requests.num_resumed if self._loaded else 0
 
     async def drain_replica(self, number: int) -> int:
         """Has a replica take no more requests, and the others go on with those that it has: how many; no stream breaks.
@@ -316,7 +316,7 @@ class AsyncLLM(AsyncEngine):
         """As ``LLM.reset_prefix_cache``."""
         await self.ready()
         await self._replicas.call("reset_prefix_cache", type(None), reset_running_requests)
-        self._replicas.router.forget_prefixes()
+        self._replicas.requests.router.forget_prefixes()
         return True
 
     async def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:

@@ -55,7 +55,7 @@ class Migration:
 
     async def _move(self, replica: Replica, next_digest: str | None = None) -> int:
         try:
-            return await self._replicas.move(replica.number, next_digest)
+            return await self._replicas.requests.move(replica.number, next_digest)
         except EngineDeadError:  # its requests have gone to others, as whenever a core dies
             return 0
 

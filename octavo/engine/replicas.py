@@ -1,4 +1,4 @@
-"""The engine cores behind one front end: each request goes to one of them, and goes on at another when that is lost."""
+"""The engine cores behind one front end: a core that is lost is replaced, and its requests go on at others."""
 
 from __future__ import annotations
 
@@ -14,32 +14,22 @@ import msgspec
 
 from octavo.core.config import EngineConfig
 from octavo.core.engine_view import EngineView
-from octavo.core.errors import EngineDeadError, EngineKilledError, InvalidRequestError, OctavoError
-from octavo.core.messages import Add, Ready, StepDone, ToCore
-from octavo.engine.blame import GUILTY, Blame
+from octavo.core.errors import EngineDeadError, EngineKilledError, OctavoError
+from octavo.core.messages import Ready, StepDone, ToCore
 from octavo.engine.core_client import CoreClient
 from octavo.engine.core_start import CoreProcess
 from octavo.engine.core_starter import REFILL_DELAY, RESTART_WINDOW, CoreStarter, RestartLimit, StartedCore
-from octavo.engine.output_processor import RequestState
-from octavo.engine.replica import OpenRequest, Replica, ReplicaState
+from octavo.engine.placement import Placement
+from octavo.engine.replica import Replica, ReplicaState
 from octavo.engine.router import router_of
 from octavo.engine.watchdog import watch
-
-#: Output tokens that a request without a limit is expected to take.
-_EXPECTED_TOKENS = 256
-
-#: Why requests end that cannot go on. The first are those that were for one core only.
-CORE_ENDED = "the engine's process has ended"
-_MODEL_CHANGED = (
-    "the model's files were changed while the answer was being generated, and no engine has those that it began with"
-)
 
 logger = logging.getLogger("octavo")
 T = TypeVar("T")
 
 
 class Replicas:
-    """Owns the cores, and which of them each open request was given to. For one event loop.
+    """Owns the cores. For one event loop.
 
     A core that dies is started again, within limits; meanwhile its requests go on at others, or wait for one. A request
     ends by a fault only if it is to blame for it, if its model was changed, or if no core is left and none is started
@@ -48,16 +38,12 @@ class Replicas:
 
     def __init__(self, processes: list[CoreProcess], config: EngineConfig) -> None:
         """Connects to the processes, which have no model yet."""
-        self.router = router_of(config)
         self.starter = CoreStarter(config.standby_engines, RestartLimit(config.engine_restarts))
         self.all = [
             Replica(number, CoreClient(process), RestartLimit(config.engine_restarts))
             for number, process in enumerate(processes)
         ]
-        self._open: dict[int, OpenRequest] = {}
-        #: Of them, those that wait for a core.
-        self._waiting: dict[int, OpenRequest] = {}
-        self._blame = Blame()
+        self.requests = Placement(self.all, router_of(config))
         self._watchdog: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         #: Set while a core takes requests, or none ever will.
@@ -71,11 +57,7 @@ class Replicas:
         self.on_step: Callable[[StepDone], Awaitable[None]] = _ignore
         #: Makes the core of a replica like the others before it takes requests.
         self.on_start: Callable[[int], Awaitable[None]] = _ignore
-        #: Called with a request that has failed, and why.
-        self.on_failed: Callable[[RequestState, str], None] = lambda request, reason: None
         self.on_death: Callable[[OctavoError], None] = lambda error: None
-        #: Requests that went from one core to another, or to the same replica's next one.
-        self.num_resumed = 0
 
     async def ready(self) -> Ready:
         """Waits until all have loaded; the longest sequence is that of the core with the smallest KV cache.
@@ -103,109 +85,7 @@ class Replicas:
         core.client.on_step = partial(self._receive, replica)
         core.client.on_death = partial(self._lose, replica, core.client)
 
-    # --- requests ---------------------------------------------------------------------------------------------------
-
-    def add(self, request: RequestState, number: int | None = None) -> None:
-        """Gives a request to the core of replica ``number``, or to the one that the router chooses.
-
-        Raises:
-            InvalidRequestError: as ``CoreClient.send``.
-        """
-        group = request.group
-        limit = group.task.max_tokens
-        work = len(group.prompt_token_ids) + (_EXPECTED_TOKENS if limit is None else limit)
-        entry = self._open[request.group_id] = OpenRequest(request, work, is_fixed=number is not None)
-        try:
-            self._place(entry, number)
-        except InvalidRequestError:
-            self.forget(request.group_id)
-            raise
-
-    def _place(self, entry: OpenRequest, number: int | None = None) -> None:
-        """Sends a request to a core, or has it wait for one, or fail if there will be none that can go on with it."""
-        usable = [replica.number for replica in self.all if self._may_take(replica, entry)]
-        if number is None and not usable:
-            later = any(replica.status == "starting" or replica.is_restarting for replica in self.all)
-            if not later and entry.digest is not None and any(replica.lives for replica in self.all):
-                self._fail(entry, _MODEL_CHANGED)
-            else:
-                self._waiting[entry.group_id] = entry
-            return
-        self._waiting.pop(entry.group_id, None)
-        group = entry.request.group
-        chosen = self.router.choose(
-            group.prompt_token_ids, entry.work, group.cache_context, usable if number is None else [number]
-        )
-        entry.replica = replica = self.all[chosen]
-        replica.open[entry.group_id] = entry
-        self.num_resumed += entry.was_sent
-        entry.was_sent = True
-        replica.client.send(Add(entry.request.resume(self._blame.alone(entry.request))))
-
-    def _may_take(self, replica: Replica, entry: OpenRequest) -> bool:
-        return replica.status == "ready" and entry.digest in (None, replica.digest)
-
-    def _fail(self, entry: OpenRequest, reason: str) -> None:
-        self.forget(entry.group_id)
-        self.on_failed(entry.request, reason)
-
-    def send(self, group_id: int, message: ToCore) -> None:
-        """Sends a message about a request to the core that has it; nothing happens if none has."""
-        entry = self._open.get(group_id)
-        if entry is not None and entry.replica is not None:
-            entry.replica.client.send(message)
-
-    def forget(self, group_id: int) -> None:
-        """The request has ended."""
-        entry = self._open.pop(group_id, None)
-        if entry is not None:
-            self._take_back(entry)
-            self._waiting.pop(group_id, None)
-            self._blame.forget(group_id)
-
-    def _take_back(self, entry: OpenRequest) -> None:
-        """The core that had a request has it no longer."""
-        if entry.replica is not None:
-            entry.replica.open.pop(entry.group_id, None)
-            self.router.release(entry.replica.number, entry.work)
-            entry.replica = None
-
-    async def move(self, number: int, next_digest: str | None = None) -> int:
-        """Gives the requests of a replica, which takes no more, to others that can go on with them: how many.
-
-        ``next_digest``: of the model that the next core of this replica will have, for which requests can wait. Those
-        that can go on nowhere else stay.
-
-        Raises:
-            EngineDeadError: its core has died meanwhile; its requests are where they shall be.
-        """
-        replica = self.all[number]
-        others = [r for r in self.all if r is not replica]
-        movable = [
-            i
-            for i, entry in replica.open.items()
-            if not entry.is_fixed
-            and (
-                any(self._may_take(r, entry) for r in others)
-                or (next_digest is not None and entry.digest in (None, next_digest))
-            )
-        ]
-        if not movable:
-            return 0
-        await replica.client.hand_over(movable)
-        return self._send_on([entry for i in movable if (entry := replica.open.get(i)) is not None])
-
-    def _send_on(self, entries: list[OpenRequest]) -> int:
-        """Requests that no core has any more go to other cores, in order of their arrival: how many."""
-        entries.sort(key=lambda entry: entry.group_id)
-        for entry in entries:
-            self._take_back(entry)
-        for entry in entries:
-            if entry.is_fixed:
-                self._fail(entry, CORE_ENDED)
-            else:
-                self._place(entry)
-        return len(entries)
+    # --- messages ---------------------------------------------------------------------------------------------------
 
     def send_all(self, message: ToCore) -> None:
         """Sends a message to all cores."""
@@ -279,10 +159,7 @@ class Replicas:
 
     async def _receive(self, replica: Replica, step: StepDone) -> None:
         replica.num_steps += 1
-        for admission in step.outputs.admissions:
-            entry = self._open.get(admission.group_id)
-            if entry is not None:
-                entry.digest = replica.digest
+        self.requests.observe_admissions(replica, step.outputs.admissions)
         if step.stats.replica != replica.number:  # it was in reserve
             step.stats = msgspec.structs.replace(step.stats, replica=replica.number)
         await self.on_step(step)
@@ -290,16 +167,8 @@ class Replicas:
     def _lose(self, replica: Replica, client: CoreClient, error: OctavoError) -> None:
         """A core has died: its requests go to others, or wait for the one that is started in its place."""
         dead = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
-        lost = list(replica.open.values())
-        guilty = None
-        if not isinstance(error, EngineKilledError):
-            guilty = self._blame.observe_death(client.read_recorder(), [entry.request for entry in lost])
-        for entry in lost:
-            self._take_back(entry)
-        self.router.restart(replica.number)
-        if guilty is not None:
-            lost = [entry for entry in lost if entry.group_id != guilty]
-            self._fail(self._open[guilty], GUILTY.format(dead))
+        computed = None if isinstance(error, EngineKilledError) else client.read_recorder()
+        lost = self.requests.take_all(replica, dead, computed)
         restarts = not self._closing and replica.restarts.take()
         replica.status = "starting" if restarts else "dead"
         if all(r.status == "dead" for r in self.all):
@@ -313,7 +182,7 @@ class Replicas:
             if restarts else "",
         )  # fmt: skip
         self.run(self._replace(replica, client) if restarts else client.kill())
-        self._send_on(lost)
+        self.requests.send_on(lost)
         if not self.is_available:
             self._available.clear()
 
@@ -343,7 +212,7 @@ class Replicas:
         if all(r.status == "dead" for r in self.all):
             self._end(error)
         else:
-            self._send_on(list(self._waiting.values()))
+            self.requests.send_waiting()
 
     def _end(self, error: OctavoError) -> None:
         self._error = error
@@ -357,7 +226,7 @@ class Replicas:
             self._available.clear()
         old = replica.client
         await old.close()
-        self.router.restart(replica.number)
+        self.requests.router.restart(replica.number)
         await self._replace(replica, old)
 
     async def install(self, replica: Replica, core: StartedCore) -> None:
@@ -380,7 +249,7 @@ class Replicas:
         replica.status = "drained" if replica.drained else "ready"
         self._available.set()
         logger.info("replica %d of %d takes requests", replica.number, len(self.all))
-        self._send_on(list(self._waiting.values()))
+        self.requests.send_waiting()
 
     def watch(self, step_timeout: float) -> None:
         """From now on ends a core that does no step for ``step_timeout`` seconds while it has requests."""
