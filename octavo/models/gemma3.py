@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
-from octavo.core.image_input import ImageFacts, ImageInput
+from octavo.core.image_input import ImageFacts
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
@@ -21,10 +21,10 @@ from octavo.models.checkpoint import Drop, Rename, Transform, transpose
 from octavo.models.config_reader import ConfigReader
 from octavo.models.gemma import GemmaConfig, GemmaForCausalLM, GemmaNorm
 from octavo.models.vision.pixels import read_pixels
-from octavo.models.vision.siglip import read_siglip
 from octavo.models.vision.text_part import fields_of
-from octavo.models.vision.tower import Tower, TowerInput, tower_context
-from octavo.models.vision.vit import VIT_NAMES, Projection, VisionTransformer, VitConfig
+from octavo.models.vision.tower import tower_context
+from octavo.models.vision.vit import VIT_NAMES, Projection, VisionTransformer, VitTower
+from octavo.models.vision.vit_config import VitConfig, read_siglip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,28 +36,21 @@ class Gemma3Config(GemmaConfig):
     pooled_side: int
 
 
-class Gemma3Tower(Tower):
+class Gemma3Tower(VitTower):
     """SigLIP, the mean of each square of patches, and a matrix."""
 
     def __init__(self, config: Gemma3Config, context: LayerContext) -> None:
-        super().__init__()
-        self.kernels, self._side, vision = context.kernels, config.pooled_side, config.vision
-        self.row_width, self.max_rows = vision.row_width, vision.rows
-        self.vision = self.attach("vision", VisionTransformer(vision, context))
-        self.workspace = self.vision.kv_spec
+        vision = config.vision
+        super().__init__(VisionTransformer(vision, context), context.kernels, config.pooled_side)
         self.norm = self.attach("norm", GemmaNorm(context, vision.hidden_size, vision.layer_norm_eps))
         projector = Projection(context, vision.hidden_size, config.hidden_size, bias=False)
         self.projector = self.attach("projector", projector)
-
-    def prepare(self, image: ImageInput) -> list[TowerInput]:
-        """See ``Tower``."""
-        return self.vision.prepare(image, self._side)
 
     def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array:
         """See ``Tower``."""
         assert self.vision.post_norm is not None
         stream = self.vision.post_norm.float32(self.vision(rows, batch, caches[0]))
-        return self.projector(self.norm(self.kernels.mean_sampled(stream, batch, self._side**2)))
+        return self.projector(self.norm(self.kernels.mean_sampled(stream, batch, self.merge**2)))
 
 
 class Gemma3ForConditionalGeneration(GemmaForCausalLM):

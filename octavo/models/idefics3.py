@@ -21,10 +21,10 @@ from octavo.models.checkpoint import Rename
 from octavo.models.config_reader import ConfigReader
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.vision.pixels import patch_places, read_pixels
-from octavo.models.vision.siglip import read_siglip
 from octavo.models.vision.text_part import TEXT_NAMES, fields_of, read_text_part
-from octavo.models.vision.tower import Tower, TowerInput, tower_context
-from octavo.models.vision.vit import VIT_NAMES, Projection, VisionTransformer, VitConfig
+from octavo.models.vision.tower import tower_context
+from octavo.models.vision.vit import VIT_NAMES, Projection, VisionTransformer, VitTower
+from octavo.models.vision.vit_config import VitConfig, read_siglip
 
 #: What config.json leaves out of ``vision_config`` if it is the default of transformers.
 _VISION = {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
@@ -68,27 +68,19 @@ def _bucket(place: np.ndarray, count: int, side: int) -> np.ndarray:
     return np.searchsorted(boundaries, np.minimum(fraction, np.float32(1.0 - 1e-6)), side="right").astype(np.int64)
 
 
-class Idefics3Tower(Tower):
+class Idefics3Tower(VitTower):
     """SigLIP and the matrix that makes features of squares of patches."""
 
     def __init__(self, config: Idefics3Config, context: LayerContext) -> None:
-        super().__init__()
-        self.kernels, self._merge = context.kernels, config.scale_factor
-        self.row_width, self.max_rows = config.vision.row_width, config.vision.rows
-        self.vision = self.attach("vision", FractionalTransformer(config.vision, context))
-        self.workspace = self.vision.kv_spec
+        super().__init__(FractionalTransformer(config.vision, context), context.kernels, config.scale_factor)
         inputs = config.vision.hidden_size * config.scale_factor**2
         self.projector = self.attach("projector", Projection(context, inputs, config.hidden_size, bias=False))
-
-    def prepare(self, image: ImageInput) -> list[TowerInput]:
-        """See ``Tower``."""
-        return self.vision.prepare(image, self._merge)
 
     def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array:
         """See ``Tower``."""
         assert self.vision.post_norm is not None
         normed = self.vision.post_norm(self.vision(rows, batch, caches[0]))
-        return self.projector(self.kernels.take_sampled(normed, batch, self._merge**2))
+        return self.projector(self.kernels.take_sampled(normed, batch, self.merge**2))
 
 
 class Idefics3ForConditionalGeneration(LlamaForCausalLM):

@@ -19,12 +19,11 @@ from octavo.layers.linear import MergedColumnParallelLinear
 from octavo.models.checkpoint import Rename
 from octavo.models.config_reader import ConfigReader, read_activation
 from octavo.models.llama import LlamaForCausalLM
-from octavo.models.vision.clip import read_clip
 from octavo.models.vision.pixels import read_pixels
-from octavo.models.vision.siglip import read_siglip
 from octavo.models.vision.text_part import TEXT_NAMES, fields_of, read_text_part
-from octavo.models.vision.tower import Tower, TowerInput, tower_context
-from octavo.models.vision.vit import VIT_NAMES, Projection, VisionTransformer, VitConfig
+from octavo.models.vision.tower import TowerInput, tower_context
+from octavo.models.vision.vit import VIT_NAMES, Projection, VisionTransformer, VitTower
+from octavo.models.vision.vit_config import VitConfig, read_clip, read_siglip
 
 #: What a config.json without ``vision_config`` means.
 _VISION = {
@@ -50,16 +49,13 @@ class LlavaConfig(ModelConfig):
     projector_activation: Activation = "gelu"
 
 
-class LlavaTower(Tower):
+class LlavaTower(VitTower):
     """A vision transformer and the projector."""
 
     def __init__(self, config: LlavaConfig, context: LayerContext) -> None:
-        super().__init__()
-        self.kernels, self._keeps_first = context.kernels, config.keeps_first
-        self.row_width, self.max_rows = config.vision.row_width, config.vision.rows
+        super().__init__(VisionTransformer(config.vision, context), context.kernels)
+        self._keeps_first = config.keeps_first
         width, bias = config.hidden_size, config.projector_bias
-        self.vision = self.attach("vision", VisionTransformer(config.vision, context))
-        self.workspace = self.vision.kv_spec
         first = MergedColumnParallelLinear(
             context, [("", width)], config.vision.hidden_size, bias, config.projector_activation
         )
@@ -71,7 +67,7 @@ class LlavaTower(Tower):
         skipped = 0 if self._keeps_first else 1
         return [
             replace(piece, feature_rows=np.arange(skipped, len(piece.rows), dtype=np.int64))
-            for piece in self.vision.prepare(image)
+            for piece in super().prepare(image)
         ]
 
     def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array:

@@ -7,19 +7,17 @@ mlp_norm} and post_norm.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from octavo.core.dtypes import DType
-from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.errors import InvalidRequestError
 from octavo.core.image_input import ImageInput
-from octavo.images.normalise import Normalisation
 from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec
+from octavo.kernels.interface import AttentionSpec, Kernels
 from octavo.kernels.packed_weight import PackedWeight
 from octavo.layers.attention import Attention
 from octavo.layers.context import LayerContext
@@ -29,10 +27,10 @@ from octavo.layers.mlp import MLP
 from octavo.layers.norm import LayerNorm
 from octavo.layers.vocabulary import PositionEmbedding
 from octavo.models.checkpoint import CheckpointEntry, Rename
-from octavo.models.config_reader import ConfigReader, read_activation
-from octavo.models.encoder import EncoderConfig, PreNormLayer
+from octavo.models.encoder import PreNormLayer
 from octavo.models.vision.pixels import patch_places, patch_rows
-from octavo.models.vision.tower import TowerInput
+from octavo.models.vision.tower import Tower, TowerInput
+from octavo.models.vision.vit_config import VitConfig
 
 #: Names of layers, as all checkpoints have them.
 VIT_NAMES: tuple[CheckpointEntry, ...] = (
@@ -46,71 +44,6 @@ VIT_NAMES: tuple[CheckpointEntry, ...] = (
     Rename(r"^(tower\.vision\.layers\.\d+)\.layer_norm1\.", r"\1.attention_norm."),
     Rename(r"^(tower\.vision\.layers\.\d+)\.layer_norm2\.", r"\1.mlp_norm."),
 )
-
-
-@dataclass(frozen=True)
-class VitConfig(EncoderConfig):
-    """What vision transformers have beyond ``EncoderConfig``."""
-
-    #: Pixels of a side, of an image and of a patch.
-    image_size: int = 224
-    patch_size: int = 14
-    normalisation: Normalisation = field(default_factory=Normalisation)
-    #: Whether a token without pixels comes first, and patches have no bias.
-    class_token: bool = False
-    #: Whether there are norms before the first layer and after the last.
-    pre_norm: bool = False
-    post_norm: bool = False
-
-    @property
-    def side(self) -> int:
-        """Patches of a side."""
-        return self.image_size // self.patch_size
-
-    @property
-    def rows(self) -> int:
-        """Rows of the largest piece."""
-        return self.side**2 + self.class_token
-
-    @property
-    def row_width(self) -> int:
-        """Numbers of a patch."""
-        return 3 * self.patch_size**2
-
-
-def read_vit(reader: ConfigReader, **values: Any) -> VitConfig:
-    """The facts of a ``vision_config`` that has every value; ``values`` are fields that config.json does not have.
-
-    Raises:
-        ConfigError: a value is missing, of the wrong type or impossible.
-    """
-    hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
-    if hidden % heads:
-        raise ConfigError(f"{reader.file}: hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
-    image, patch = reader.positive("image_size"), reader.positive("patch_size")
-    if patch > image:
-        raise ConfigError(f"{reader.file}: patch_size ({patch}) must be at most image_size ({image})")
-    if reader.positive("num_channels", 3) != 3:
-        raise ConfigError(f"{reader.file}: num_channels must be 3, not {reader.raw['num_channels']}")
-    config = VitConfig(
-        architecture="vision tower",
-        vocab_size=0,
-        hidden_size=hidden,
-        intermediate_size=reader.positive("intermediate_size"),
-        num_layers=reader.positive("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        max_position=(image // patch) ** 2,
-        layer_norm_eps=reader.number("layer_norm_eps", 1e-6),
-        activation=read_activation(reader, "hidden_act", "gelu_pytorch_tanh"),
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        image_size=image,
-        patch_size=patch,
-    )
-    return replace(config, **values)
 
 
 class PatchEmbedding(Layer):
@@ -231,6 +164,22 @@ class VisionTransformer(Layer):
             positions = np.concatenate((np.zeros(1, np.int64), positions + 1))
         features = np.arange(first, len(rows), merge * merge, dtype=np.int64)
         return TowerInput(np.ascontiguousarray(rows), positions, features, (len(rows),))
+
+
+class VitTower(Tower):
+    """A vision transformer; what a family makes of its output comes to it."""
+
+    def __init__(self, vision: VisionTransformer, kernels: Kernels, merge: int = 1) -> None:
+        """``merge``: patches of a side of the square that makes a feature."""
+        super().__init__()
+        self.kernels, self.merge = kernels, merge
+        self.row_width, self.max_rows = vision.config.row_width, vision.config.rows
+        self.vision = self.attach("vision", vision)
+        self.workspace = vision.kv_spec
+
+    def prepare(self, image: ImageInput) -> list[TowerInput]:
+        """See ``Tower``."""
+        return self.vision.prepare(image, self.merge)
 
 
 class Projection(ReplicatedConcatLinear):
