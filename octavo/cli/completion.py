@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-from collections.abc import Iterator
+import textwrap
 from dataclasses import dataclass, field
 
 from octavo.cli.main import COMMANDS, LAB_COMMANDS
@@ -99,23 +99,50 @@ def _values(metavar: object) -> list[str]:
 
 def bash(nodes: dict[str, Node]) -> str:
     """A script for bash, which needs nothing of bash-completion."""
-    kinds = "|".join(f"'{path}'" for path in nodes if " " in path)
-    script = BASH.replace("@KINDS@", kinds).replace("@FLAGS@", "\n".join(_bash_flags(nodes)))
-    return script.replace("@VALUES@", "\n".join(_bash_values(nodes)))
+    return _filled(BASH, nodes, "words='{words}' flags='{flags}'", "values='{}'")
 
 
-def _bash_flags(nodes: dict[str, Node]) -> Iterator[str]:
+def zsh(nodes: dict[str, Node]) -> str:
+    """A script for zsh: a file in a folder of ``fpath``, or sourced after compinit."""
+    return _filled(ZSH, nodes, "offered=({words}) flags=({flags})", "values=({})")
+
+
+def fish(nodes: dict[str, Node]) -> str:
+    """A script for fish, with the help of each flag."""
+    lines = [FISH.replace("@KINDS@", " ".join(_kinds(nodes)))]
+    for name, text in COMMANDS.items():
+        lines.append(f"complete -c octavo -n __octavo_at -a {name} -d {_quoted(text)}")
     for path, node in nodes.items():
-        yield f"    '{path}') words='{_words(path, node)}'; flags='{' '.join(flag.name for flag in node.flags)}' ;;"
-
-
-def _bash_values(nodes: dict[str, Node]) -> Iterator[str]:
-    for path, node in nodes.items():
+        at = f"complete -c octavo -n {_quoted(f'__octavo_at {path}'.strip())}"
+        if path:
+            words = _words(path, node)
+            lines.append(f"{at} -F" + (f" -a '{words}'" if words else ""))
         for flag in node.flags:
-            if flag.values:
-                yield f"    '{path} {flag.name}') values='{' '.join(flag.values)}' ;;"
-        if any_value := [flag.name for flag in node.flags if flag.has_value and not flag.values]:
-            yield f"    {'|'.join(repr(f'{path} {name}') for name in any_value)}) values=@ ;;"
+            value = "" if not flag.has_value else f" -x -a '{' '.join(flag.values)}'" if flag.values else " -r -F"
+            name = f"-l {flag.name[2:]}" if flag.name.startswith("--") else f"-s {flag.name[1:]}"
+            lines.append(f"{at} {name}{value} -d {_quoted(textwrap.shorten(flag.help, 120, placeholder='...'))}")
+    return "\n".join(lines) + "\n"
+
+
+def _filled(script: str, nodes: dict[str, Node], words: str, values: str) -> str:
+    """A script with the code of each command: of its ``words`` and flags, and of the ``values`` of the flag before."""
+    cases = []
+    for path, node in nodes.items():
+        flags = " ".join(flag.name for flag in node.flags)
+        code = words.format(words=_words(path, node), flags=flags)
+        cases.append(f"    ('{path}') {code}\n      case $before in")
+        found: dict[str, list[str]] = {}
+        for flag in node.flags:
+            if flag.has_value:  # @: files
+                found.setdefault(" ".join(flag.values) or "@", []).append(flag.name)
+        cases += [f"        ({'|'.join(names)}) {values.format(of)} ;;" for of, names in found.items()]
+        cases.append("      esac ;;")
+    return script.replace("@KINDS@", "|".join(_kinds(nodes))).replace("@CASES@", "\n".join(cases))
+
+
+def _kinds(nodes: dict[str, Node]) -> list[str]:
+    """Each two words that are a command, quoted."""
+    return [f"'{path}'" for path in nodes if " " in path]
 
 
 def _words(path: str, node: Node) -> str:
@@ -124,60 +151,82 @@ def _words(path: str, node: Node) -> str:
     return " ".join([*node.words, *(BUILTIN if takes_model else ())])
 
 
-def zsh(nodes: dict[str, Node]) -> str:
-    """A script for zsh, which runs bash's function."""
-    return "#compdef octavo\nautoload -U +X bashcompinit && bashcompinit\n" + bash(nodes)
-
-
-def fish(nodes: dict[str, Node]) -> str:
-    """A script for fish, with the help of each flag."""
-    lines = ["# Completions of octavo, made by: octavo completion fish", "complete -c octavo -f"]
-    for name, text in COMMANDS.items():
-        lines.append(f"complete -c octavo -n __fish_use_subcommand -a {name} -d {_fish(text)}")
-    for path, node in nodes.items():
-        name, _, word = path.partition(" ")
-        if not name:
-            continue
-        seen = f"__fish_seen_subcommand_from {name}" + (f"; and __fish_seen_subcommand_from {word}" if word else "")
-        words = _words(path, node)
-        lines.append(f"complete -c octavo -n '{seen}' -F" + (f" -a '{words}'" if words else ""))
-        for flag in node.flags:
-            if flag.name.startswith("--"):
-                value = "" if not flag.has_value else f" -x -a '{' '.join(flag.values)}'" if flag.values else " -r -F"
-                lines.append(f"complete -c octavo -n '{seen}' -l {flag.name[2:]}{value} -d {_fish(flag.help)}")
-    return "\n".join(lines) + "\n"
-
-
-def _fish(text: str) -> str:
+def _quoted(text: str) -> str:
+    """A word of fish."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
+# Bash takes the = of --flag=value as a word of its own.
 BASH = """\
 # Completions of octavo, made by: octavo completion bash
+_octavo_files() {
+  local file
+  [ ${#COMPREPLY[@]} -gt 0 ] || compopt -o filenames 2>/dev/null
+  while IFS= read -r file; do COMPREPLY+=("$file"); done < <(compgen -f -- "$1")
+}
 _octavo() {
-  local current=${COMP_WORDS[COMP_CWORD]} before= path= words= flags= values= word
+  local current=${COMP_WORDS[COMP_CWORD]} before= at= words= flags= values= word index=$((COMP_CWORD-1))
   COMPREPLY=()
-  [ "$COMP_CWORD" -gt 1 ] && before=${COMP_WORDS[COMP_CWORD-1]}
+  if [ "$current" = = ]; then current=; elif [ "${COMP_WORDS[index]}" = = ]; then index=$((index-1)); fi
+  [ "$index" -gt 0 ] && before=${COMP_WORDS[index]}
   for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
-    if [ -z "$path" ]; then path=$word; else case "$path $word" in @KINDS@) path="$path $word" ;; esac; fi
+    if [ -z "$at" ]; then at=$word; else case "$at $word" in @KINDS@) at="$at $word" ;; esac; fi
   done
-  case "$path" in
-@FLAGS@
+  case "$at" in
+@CASES@
   esac
-  case "$path $before" in
-@VALUES@
-  esac
-  if [ "$values" = @ ]; then COMPREPLY=($(compgen -f -- "$current"))
+  if [ "$values" = @ ]; then _octavo_files "$current"
   elif [ -n "$values" ]; then COMPREPLY=($(compgen -W "$values" -- "$current"))
   else
     case "$current" in
       -*) COMPREPLY=($(compgen -W "$flags" -- "$current")) ;;
       *) COMPREPLY=($(compgen -W "$words" -- "$current"))
-         [ -n "$path" ] && COMPREPLY+=($(compgen -f -- "$current")) ;;
+         [ -z "$at" ] || _octavo_files "$current" ;;
     esac
   fi
 }
 complete -F _octavo octavo
 """
+
+# compinit reads the file as the function's body when it is first asked for, which defines the function and calls it.
+ZSH = """\
+#compdef octavo
+# Completions of octavo, made by: octavo completion zsh
+_octavo() {
+  local at= before=$words[CURRENT-1] word
+  local -a offered flags values
+  for word in "${(@)words[2,CURRENT-1]}"; do
+    if [[ -z $at ]]; then at=$word; else case "$at $word" in (@KINDS@) at="$at $word" ;; esac; fi
+  done
+  [[ $words[CURRENT] == --*=* ]] && before=${words[CURRENT]%%=*} && compset -P '*='
+  case $at in
+@CASES@
+  esac
+  if [[ $values == @ ]]; then _files
+  elif (( $#values )); then compadd -a values
+  elif [[ $words[CURRENT] == -* ]]; then compadd -a flags
+  else
+    compadd -a offered
+    [[ -z $at ]] || _files
+  fi
+}
+if [[ $funcstack[1] == _octavo ]]; then _octavo "$@"; else compdef _octavo octavo; fi
+"""
+
+FISH = """\
+# Completions of octavo, made by: octavo completion fish
+function __octavo_at
+    set -l at
+    set -l words (commandline -opc)
+    for word in $words[2..]
+        if test -z "$at"
+            set at $word
+        else if contains -- "$at $word" @KINDS@
+            set at "$at $word"
+        end
+    end
+    test "$at" = "$argv"
+end
+complete -c octavo -f"""
 
 SHELLS = {"bash": bash, "zsh": zsh, "fish": fish}
