@@ -72,13 +72,28 @@ def test_an_image_runs_without_rights_and_says_whether_it_is_well(name: str) -> 
         assert all((DEPLOY.parent / path).exists() for path in source.split())
 
 
+def of_the_extra_release(name: str) -> str:
+    """The path of a program that the extra brings."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    if (program := shutil.which(name, path=path)) is None:
+        pytest.skip(f"{name} is not installed (the extra release)")
+    return program
+
+
 @pytest.mark.slow
 @DOCKERFILES
 def test_hadolint_has_nothing_to_say(name: str) -> None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    if (program := shutil.which("hadolint", path=path)) is None:
-        pytest.skip("hadolint is not installed (the extra release)")
-    subprocess.run([program, str(DEPLOY / name)], check=True)
+    subprocess.run([of_the_extra_release("hadolint"), str(DEPLOY / name)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schema", "file"),
+    [("compose-spec", "deploy/docker-compose.yml"), ("github-workflows", ".github/workflows/release.yml")],
+)
+def test_a_file_has_the_form_that_its_schema_wants(schema: str, file: str) -> None:
+    program = of_the_extra_release("check-jsonschema")
+    subprocess.run([program, "--builtin-schema", f"vendor.{schema}", str(DEPLOY.parent / file)], check=True)
 
 
 def test_compose_mounts_files_that_there_are() -> None:
@@ -126,6 +141,16 @@ def test_the_unit_runs_a_command_that_there_is() -> None:
         *(n.removeprefix("OCTAVO_").lower() for n in RESERVED_VARIABLES),
     }
     assert {option.lower() for option in options} <= known
+
+
+def test_systemd_has_nothing_to_say_of_the_unit(tmp_path: Path) -> None:
+    if (program := shutil.which("systemd-analyze")) is None:
+        pytest.skip("systemd-analyze is not installed")
+    text = (DEPLOY / "systemd" / "octavo.service").read_text()
+    unit = tmp_path / "octavo.service"
+    unit.write_text(text.replace("/opt/octavo/bin/octavo", sys.executable))
+    done = subprocess.run([program, "verify", str(unit)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.fixture(scope="module")
