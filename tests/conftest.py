@@ -65,6 +65,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def quick_collections() -> None:
+    """Collections that tests and sleeping engines ask for pass over what earlier tests have left."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
     """At the end all is collected, or the compiled kernels would report what is left of them."""
     gc.unfreeze()

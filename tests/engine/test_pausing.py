@@ -13,6 +13,8 @@ from octavo.core.beam_search_params import BeamSearchParams
 from octavo.engine.async_llm import PauseMode
 from tests.engine_state import core_process_of
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 96, "block_size": 4, "num_threads": 1, "max_model_len": 200}
 PROMPTS = [list(range(5, 5 + n)) for n in (40, 12, 7)]
 LONG = SamplingParams(temperature=0.8, seed=3, max_tokens=60, ignore_eos=True, logprobs=1)

@@ -17,6 +17,8 @@ from octavo.engine.async_llm import AsyncLLM
 from octavo.runner.cuda_sleep import put_to_sleep
 from octavo.server.api_errors import as_api_error
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "kernels": "reference",
@@ -145,7 +147,7 @@ def test_there_are_two_levels(tiny_model: Path, level: Any) -> None:
 
 def test_an_engine_in_another_process_sleeps_and_wakes(tiny_model: Path) -> None:
     async def main() -> None:
-        llm = await AsyncLLM.start(make_config(model=str(tiny_model), **OPTIONS))
+        llm = await AsyncLLM.start(make_config(model=str(tiny_model), **{**OPTIONS, "kernels": "auto"}))
         try:
 
             async def ask(name: str) -> list[int]:

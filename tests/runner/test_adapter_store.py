@@ -25,6 +25,8 @@ from octavo.models.config_files import read_model_config
 from octavo.runner import lora_preparer
 from tests.runner.test_model_runner import PROMPT, Samples, Worker, samples
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 PARAMS = SamplingParams(temperature=0.0, logprobs=1)
 
 
