@@ -69,7 +69,7 @@ def on_an_edge(logits: NDArray[np.float32], f: Filters) -> bool:
 DRAWS = 24
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     vocab=sizes,
@@ -127,7 +127,7 @@ def test_the_tokens_that_numpy_draws_from_a_large_vocabulary(f: Filters, scale: 
     assert choose_tokens(logits, filters, keys(16)).tolist() == expected.tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(vocab=sizes, seed=st.integers(0, 1000), density=st.sampled_from([0.0, 0.02, 0.5, 0.98, 1.0]))
 def test_a_mask_is_as_good_as_minus_infinity_in_the_logits(vocab: int, seed: int, density: float) -> None:
     cycle = (Filters(0.0, 0, 0.0, 0.0), OFF, replace(OFF, top_k=9), replace(OFF, top_p=0.8), replace(OFF, min_p=0.1))
@@ -208,7 +208,7 @@ def test_the_two_zeros_tie() -> None:
     assert token_logprobs(logits, every, every, np.full(2, 3))[2].tolist() == [[1, 2, 3]] * 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     vocab=sizes,
     seed=st.integers(0, 1000),

@@ -189,9 +189,21 @@ def compute(case: Case, step: Step, scale: float, deterministic: bool) -> Tensor
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(cases())
 def test_attention_is_that_of_each_token_over_its_own_context(deterministic: bool, case: Case) -> None:
+    check_attention(deterministic, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@settings(max_examples=50, deadline=None)
+@given(cases())
+def test_attention_of_many_cases_is_that_of_each_token_over_its_own_context(deterministic: bool, case: Case) -> None:
+    check_attention(deterministic, case)
+
+
+def check_attention(deterministic: bool, case: Case) -> None:
     step = build(case)
     scale = case.head_dim**-0.5
     with pytest.MonkeyPatch.context() as patch:
@@ -226,7 +238,9 @@ def test_a_cache_of_another_16_bit_type_loses_nothing(deterministic: bool) -> No
     np.testing.assert_allclose(out.double().cpu().numpy(), attend(case, step, 0.25), atol=2**-7)
 
 
-@pytest.mark.parametrize(("parts", "window"), [(2, 70), (3, None), (18, None), (7, 1)])
+@pytest.mark.parametrize(
+    ("parts", "window"), [(2, 70), (3, None), pytest.param(18, None, marks=pytest.mark.slow), (7, 1)]
+)
 def test_a_context_may_be_cut_into_any_number_of_parts(parts: int, window: int | None) -> None:
     case = Case([(300, 1), (0, 1), (63, 1), (64, 1)], kv_heads=1, head_dim=8, window=window)
     step = build(case)
@@ -369,7 +383,18 @@ def check_folds(case: Case, dtype: torch.dtype, folds: list[tuple[Fold, list[tup
 
 @pytest.mark.parametrize(
     ("dtype", "window", "group"),
-    [(torch.float32, 90, 3), (torch.float16, None, 3), (torch.float16, 90, 1), (torch.bfloat16, None, 1)],
+    [
+        (torch.bfloat16, 90, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (torch.float32, 90, 3),
+                (torch.float16, None, 3),
+                (torch.float16, 90, 1),
+                (torch.bfloat16, None, 1),
+            )
+        ),
+    ],
 )
 def test_fixed_order_gives_the_same_bits_in_any_chunks_and_batch(
     dtype: torch.dtype, window: int | None, group: int

@@ -78,7 +78,7 @@ def written(cache: TritonLayerCache, array: Tensor, scale: Tensor | None, slot: 
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(shape=shapes, tokens=st.integers(0, 5), seed=st.integers(0, 99))
 def test_writes_go_to_their_slots_and_nowhere_else(
     dtype: torch.dtype, shape: tuple[int, int, int], tokens: int, seed: int
@@ -127,7 +127,10 @@ def test_quantised_writes_are_the_nearest_numbers(dtype: torch.dtype) -> None:
     assert not at(cache.key, 1).float().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16))],
+)
 @settings(max_examples=25, deadline=None)
 @given(
     tokens=st.integers(0, 4),

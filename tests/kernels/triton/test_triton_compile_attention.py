@@ -55,6 +55,7 @@ def compile_case(case: str) -> dict[str, Compiled]:
     return launches
 
 
+@pytest.mark.slow
 def test_decode_loads_16_bytes_at_a_time_and_fits_three_times() -> None:
     launches = compile_case("decode")
     kernel = launches["_decode_kernel"]
@@ -65,8 +66,10 @@ def test_decode_loads_16_bytes_at_a_time_and_fits_three_times() -> None:
     assert launches["_combine_kernel"].stack == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case != "decode"])
+@pytest.mark.parametrize(
+    "case",
+    [case if case == "copy" else pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "decode"],
+)
 def test_kernels_compile_without_spills(case: str) -> None:
     # In a fixed order what lies over several pieces may wait in memory while one is attended to; Triton 3.6 keeps more
     # of an int8 tile in registers than there are.

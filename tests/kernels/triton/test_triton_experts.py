@@ -40,7 +40,11 @@ def test_pairs_are_sorted_into_tiles_of_one_expert() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "hidden", "inner"),
-    [(torch.float32, 40, 24), (torch.bfloat16, 136, 72), (torch.float16, 40, 24)],
+    [
+        (torch.float32, 40, 24),
+        (torch.bfloat16, 40, 24),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((torch.bfloat16, 136, 72), (torch.float16, 40, 24))),
+    ],
 )
 def test_experts_against_float64(dtype: torch.dtype, hidden: int, inner: int) -> None:
     count, slots = 5, 2

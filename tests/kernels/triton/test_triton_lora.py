@@ -55,7 +55,9 @@ def test_rows_are_sorted_into_tiles_of_one_slot() -> None:
     assert found == [(0, [2]), (1, [0, 3]), (2, [1, 4])]
 
 
-@pytest.mark.parametrize(("dtype", "inputs"), [(DType.FLOAT32, 131), (DType.BFLOAT16, 300)])
+@pytest.mark.parametrize(
+    ("dtype", "inputs"), [(DType.FLOAT32, 131), pytest.param(DType.BFLOAT16, 300, marks=pytest.mark.slow)]
+)
 def test_rows_of_several_adapters(dtype: DType, inputs: int) -> None:
     kernels = TritonKernels(DEVICE, deterministic=True)
     low_rank, adapters = filled(kernels, inputs, dtype), [*adapters_of(inputs), None]

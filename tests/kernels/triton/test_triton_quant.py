@@ -24,6 +24,9 @@ from tests.kernels.torch_facade import of_torch
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = [("int8", None), ("fp8", None), ("int4", 128), ("int4", 32)]
+#: Where kinds differ only in how codes are read, which other tests say: by default some of the kinds, with rows.
+QUICK = [("int4", 32, 1), ("int8", None, 17)]
+ONE_KIND = [("int4", 32), *(pytest.param(*kind, marks=pytest.mark.slow) for kind in KINDS[:-1])]
 seeds = st.integers(0, 2**31)
 
 
@@ -147,7 +150,7 @@ def test_products(
     assert not packed.arrivals.any()
 
 
-@pytest.mark.parametrize(("kind", "group"), KINDS)
+@pytest.mark.parametrize(("kind", "group"), ONE_KIND)
 def test_a_row_of_a_product_does_not_depend_on_the_others(kind: str, group: int | None) -> None:
     x, packed = randn(80, 640, dtype=torch.bfloat16), quantize(randn(70, 640, seed=1), kind, group=group)
     whole = quantized_matmul(x, packed, torch.float32)
@@ -175,7 +178,7 @@ def test_large_products(kind: str, group: int | None, columns: int) -> None:
             assert torch.equal(quantized_matmul(x[first:last], packed, torch.float32), some)
 
 
-@pytest.mark.parametrize(("kind", "group"), KINDS)
+@pytest.mark.parametrize(("kind", "group"), ONE_KIND)
 def test_pieces_that_meet_in_memory_and_in_one_program_give_the_same_bits(
     kind: str, group: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,8 +188,14 @@ def test_pieces_that_meet_in_memory_and_in_one_program_give_the_same_bits(
     assert torch.equal(quantized_matmul(x, packed, torch.float32), met)
 
 
-@pytest.mark.parametrize(("kind", "group"), KINDS)
-@pytest.mark.parametrize(("rows", "dtype", "most_programs"), [(1, torch.bfloat16, 1024), (17, torch.float16, 0)])
+@pytest.mark.parametrize(
+    ("kind", "group", "rows", "dtype", "most_programs"),
+    [
+        pytest.param(*kind, *case, marks=[] if (*kind, case[0]) in QUICK else pytest.mark.slow)
+        for kind in KINDS
+        for case in ((1, torch.bfloat16, 1024), (17, torch.float16, 0))
+    ],
+)
 def test_a_gated_product_has_the_bits_of_product_and_activation(
     kind: str, group: int | None, rows: int, dtype: torch.dtype, most_programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +213,7 @@ def test_a_gated_product_has_the_bits_of_product_and_activation(
 
 @pytest.mark.parametrize("inner", [64, 100])
 @pytest.mark.parametrize("quantization", ["int8", None])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", pytest.param("gelu_tanh", marks=pytest.mark.slow)])
 def test_the_backend_gates_products_of_any_width(inner: int, quantization: str | None, activation: Activation) -> None:
     """And a row to which 0 is added keeps its bits."""
     kernels = of_torch(TritonKernels(DEVICE, deterministic=True))

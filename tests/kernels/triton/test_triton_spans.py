@@ -28,9 +28,21 @@ def sighted_cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(sighted_cases())
 def test_attention_to_later_tokens(deterministic: bool, case: Case) -> None:
+    check_attention(deterministic, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@settings(max_examples=50, deadline=None)
+@given(sighted_cases())
+def test_attention_to_later_tokens_in_many_cases(deterministic: bool, case: Case) -> None:
+    check_attention(deterministic, case)
+
+
+def check_attention(deterministic: bool, case: Case) -> None:
     step = build(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_fixed, "PIECE", 64)
