@@ -151,7 +151,10 @@ def kill_half_way(command: list[str], out: Path, rows: int, victim: str) -> str:
     return said
 
 
-def test_a_run_that_was_killed_goes_on_and_answers_every_row_once(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_that_was_killed_goes_on_and_answers_every_row_once(
+    replicas: int, tiny_model: Path, tmp_path: Path
+) -> None:
     rows = [row(f"row {i}", prompt=f"{i}", temperature=0, max_tokens=60, ignore_eos=True) for i in range(90)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     out = tmp_path / "out.jsonl"
@@ -171,14 +174,18 @@ def test_a_run_that_was_killed_goes_on_and_answers_every_row_once(tiny_model: Pa
     assert len(whole) + 10 <= len(found) < 60, "it was to be killed before it was done"
     assert all(result["response"]["status_code"] == 200 for result in found), "a dead engine is no answer"
 
-    said = kill_half_way([*command, "--data-parallel-size", "2"], out, len(found) + 8, "replica")
-    assert "replica 0 of 2 has ended" in said
+    if replicas == 2:
+        said = kill_half_way([*command, "--data-parallel-size", "2"], out, len(found) + 8, "replica")
+        assert "replica 0 of 2 has ended" in said
+    else:
+        subprocess.run([*command, "--max-in-flight", "8"], check=True, timeout=PATIENCE)
     assert out.read_bytes().startswith(b"".join(whole))
     found = results(out)
     assert sorted(result["custom_id"] for result in found) == sorted(r["custom_id"] for r in rows)
     assert all(result["response"]["body"]["usage"]["completion_tokens"] == 60 for result in found)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_by_itself_when_its_engine_or_a_worker_is_killed(tiny_model: Path, tmp_path: Path) -> None:
     same: dict[str, Any] = {"temperature": 0.9, "max_tokens": 60, "ignore_eos": True}
     rows = [row(f"row {i}", prompt=f"{i}", seed=i, **same) for i in range(40)]

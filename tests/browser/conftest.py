@@ -23,6 +23,6 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def site(browser: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server with a page, of the tiny model; tests leave it as it was."""
+    """A server with a page, of the tiny model; tests leave it idle, with a core that may be another one."""
     with running(tiny_model, tmp_path_factory.mktemp("site") / "log", *TINY, "--served-model-name", "tiny") as server:
         yield server

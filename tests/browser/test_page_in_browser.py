@@ -95,6 +95,7 @@ def test_a_chat_streams_and_stays_in_the_browser(playground: Visit) -> None:
     assert page.locator(".asked").inner_text() == "Hello there"
 
 
+@pytest.mark.slow
 def test_settings_come_from_the_servers_description_and_reach_the_request(playground: Visit, site: Running) -> None:
     page = playground.page
     fields = httpx.get(f"{site.url}/openapi.json").json()["components"]["schemas"]["ChatCompletionRequest"][
@@ -109,6 +110,7 @@ def test_settings_come_from_the_servers_description_and_reach_the_request(playgr
     page.get_by_role("radio", name="Answer 2 of 2").check()
 
 
+@pytest.mark.slow
 def test_each_tokens_probability_is_shown_with_the_keyboard_alone(playground: Visit) -> None:
     page = playground.page
     page.get_by_label("Each token's probability").check()
@@ -121,6 +123,7 @@ def test_each_tokens_probability_is_shown_with_the_keyboard_alone(playground: Vi
         assert "%" in page.locator(".alternatives").inner_text()
 
 
+@pytest.mark.slow
 def test_an_answer_is_regenerated_beside_the_first_and_a_question_edited(playground: Visit) -> None:
     page = playground.page
     answered(playground, "An answer.")
@@ -150,6 +153,7 @@ def test_markdown_is_shown_and_nothing_in_it_runs(playground: Visit) -> None:
     assert [heading.inner_text() for heading in answer.get_by_role("heading").all()] == ["A title with <b>markup</b>"]
 
 
+@pytest.mark.slow
 def test_a_wrong_schema_is_named_and_a_right_one_is_sent(playground: Visit) -> None:
     page = playground.page
     page.get_by_text("JSON schema", exact=True).click()
@@ -163,6 +167,7 @@ def test_a_wrong_schema_is_named_and_a_right_one_is_sent(playground: Visit) -> N
     assert sent.value.post_data_json["response_format"]["json_schema"]["schema"] == {"type": "object"}
 
 
+@pytest.mark.slow
 def test_the_request_as_python_runs(playground: Visit, site: Running, tmp_path: Path) -> None:
     page = playground.page
     ask(playground, 'It\'s "quoted" $HOME', max_tokens="4", top_k="3", temperature="0")
@@ -179,32 +184,29 @@ def test_the_request_as_python_runs(playground: Visit, site: Running, tmp_path: 
     assert "data: [DONE]" in done.stdout
 
 
-def test_stop_stops_the_engine_too(browser: Any, tiny_model: Path, tmp_path: Path) -> None:
-    with running(tiny_model, tmp_path / "log", *TINY) as server, visit(browser, server.url) as shown:
-        shown.page.locator(".setting").first.wait_for()
-        core = server.core_pid()
-        os.kill(core, signal.SIGSTOP)
-        try:
-            ask(shown, "x", max_tokens="200")
-            shown.page.get_by_role("button", name="Stop").click()
-            stats(shown).wait_for()
-            assert "stopped" in stats(shown).inner_text()
-        finally:
-            os.kill(core, signal.SIGCONT)
-        server.wait_until_idle()
-        assert server.metric("octavo_requests_finished_total", reason="abort") == 1
+def test_stop_stops_the_engine_too(playground: Visit, site: Running) -> None:
+    before = site.metric("octavo_requests_finished_total", reason="abort")
+    core = site.core_pid()
+    os.kill(core, signal.SIGSTOP)
+    try:
+        ask(playground, "x", max_tokens="200")
+        playground.page.get_by_role("button", name="Stop").click()
+        stats(playground).wait_for()
+        assert "stopped" in stats(playground).inner_text()
+    finally:
+        os.kill(core, signal.SIGCONT)
+    site.wait_until_idle()
+    assert site.metric("octavo_requests_finished_total", reason="abort") == before + 1
 
 
-def test_a_killed_core_is_a_pause(browser: Any, tiny_model: Path, tmp_path: Path) -> None:
-    with running(tiny_model, tmp_path / "log", *TINY) as server, visit(browser, server.url) as shown:
-        shown.page.locator(".setting").first.wait_for()
-        core = server.core_pid()
-        os.kill(core, signal.SIGSTOP)
-        ask(shown, "x", max_tokens="40")
-        eventually(lambda: server.metric("octavo_http_open_requests") > 1)
-        os.kill(core, signal.SIGKILL)
-        stats(shown).wait_for()
-        assert shown.page.get_by_role("alert").count() == 0 and "tokens" in stats(shown).inner_text()
+def test_a_killed_core_is_a_pause(playground: Visit, site: Running) -> None:
+    core = site.core_pid()
+    os.kill(core, signal.SIGSTOP)
+    ask(playground, "x", max_tokens="40")
+    eventually(lambda: site.metric("octavo_http_open_requests") > 1)
+    os.kill(core, signal.SIGKILL)
+    stats(playground).wait_for()
+    assert playground.page.get_by_role("alert").count() == 0 and "tokens" in stats(playground).inner_text()
 
 
 def test_a_lost_server_is_shown_and_found_again(browser: Any, tiny_model: Path, tmp_path: Path) -> None:
@@ -222,6 +224,7 @@ def test_a_lost_server_is_shown_and_found_again(browser: Any, tiny_model: Path, 
             shown.forgive("ERR_", "Failed to load resource")
 
 
+@pytest.mark.slow
 def test_a_key_is_asked_for_and_a_wrong_one_refused(browser: Any, tiny_model: Path, tmp_path: Path) -> None:
     environment = {"OCTAVO_API_KEYS": "right-key"}
     with running(tiny_model, tmp_path / "log", *TINY, env=environment) as server, visit(browser, server.url) as shown:
@@ -258,6 +261,7 @@ def test_the_maps_counts_are_those_of_the_metrics(browser: Any, site: Running) -
         assert re.match(r"Block 0: (cached|free)", shown.page.locator(".tip").first.inner_text())
 
 
+@pytest.mark.slow
 def test_the_engine_can_be_paused_stepped_back_saved_and_opened(browser: Any, site: Running, tmp_path: Path) -> None:
     with site.http() as http, visit(browser, site.url, "/#engine") as shown:
         page = shown.page
@@ -281,6 +285,7 @@ def test_the_engine_can_be_paused_stepped_back_saved_and_opened(browser: Any, si
         assert "no recording" in page.get_by_role("alert").inner_text()
 
 
+@pytest.mark.slow
 def test_a_recording_is_shown_by_the_same_page(browser: Any, tmp_path: Path) -> None:
     from octavo.cli.main import main
 
@@ -296,6 +301,7 @@ def test_a_recording_is_shown_by_the_same_page(browser: Any, tmp_path: Path) -> 
         assert shown.violations() == []
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_blocks_are_drawn_in_aggregate(browser: Any, tmp_path: Path) -> None:
     manager = BlockManager(100_000, 16)
     for seq in range(50):
@@ -333,7 +339,7 @@ def showing(browser: Any, path: Path) -> Iterator[Visit]:
 # --- for everybody --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("colors", ["light", "dark"])
+@pytest.mark.parametrize("colors", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_axe_finds_nothing(browser: Any, site: Running, colors: str) -> None:
     with visit(browser, site.url, color_scheme=colors) as shown:
         shown.page.locator(".setting").first.wait_for()
@@ -348,6 +354,7 @@ def test_axe_finds_nothing(browser: Any, site: Running, colors: str) -> None:
 
 
 #: A phone, and a window of 1280 x 800 pixels at 200 %.
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(360, 740, 2), (640, 400, 2)])
 def test_the_page_fits_a_phone_and_a_zoom_of_two(browser: Any, site: Running, size: tuple[int, int, int]) -> None:
     width, height, scale = size
@@ -364,6 +371,7 @@ def test_the_page_fits_a_phone_and_a_zoom_of_two(browser: Any, site: Running, si
         assert shown.overflow <= 0
 
 
+@pytest.mark.slow
 def test_everything_is_reached_by_the_keyboard(playground: Visit) -> None:
     page = playground.page
     reached = set()
@@ -374,6 +382,7 @@ def test_everything_is_reached_by_the_keyboard(playground: Visit) -> None:
     assert {"Playground", "Engine", "New", "question", "setting-temperature", "setting-seed"} <= reached
 
 
+@pytest.mark.slow
 def test_the_theme_is_chosen_and_kept(playground: Visit) -> None:
     page: Any = playground.page
 

@@ -480,22 +480,36 @@ def test_what_the_engine_got_is_said_if_asked_for(
     assert "KV cache: 40" in capsys.readouterr().err
 
 
-def test_the_form_of_the_answer_is_given_by_flags(
-    octavo: Run, capsys: Capture, tiny_model: Path, tmp_path: Path
-) -> None:
-    schema = tmp_path / "schema.json"
-    schema.write_text('{"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3}')
-    rules = tmp_path / "rules.gbnf"
-    rules.write_text('root ::= "<" [a-c]{3} ">"')
-    for flags, pattern in (
-        (("--json-schema", schema), r"\[\s*-?\d+(\s*,\s*-?\d+){1,2}\s*\]"),
-        (("--regex", "[0-9]{2}-[a-z]{3}"), "[0-9]{2}-[a-z]{3}"),
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        (("--json-schema", "schema.json"), r"\[\s*-?\d+(\s*,\s*-?\d+){1,2}\s*\]"),
         (("--choice", "yes", "--choice", "no"), "yes|no"),
-        (("--grammar", rules), "<[a-c]{3}>"),
-        (("--structured-outputs", '{"choice": ["one"]}'), "one"),
-    ):
-        assert octavo("generate", tiny_model, "Hello", *flags, "--seed", "1", "--max-tokens", "200") == 0
-        assert re.fullmatch(pattern, capsys.readouterr().out.removesuffix("\n")), flags
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (("--regex", "[0-9]{2}-[a-z]{3}"), "[0-9]{2}-[a-z]{3}"),
+                (("--grammar", "rules.gbnf"), "<[a-c]{3}>"),
+                (("--structured-outputs", '{"choice": ["one"]}'), "one"),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_the_form_of_the_answer_is_given_by_flags(
+    octavo: Run,
+    capsys: Capture,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    pattern: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("schema.json").write_text('{"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3}')
+    Path("rules.gbnf").write_text('root ::= "<" [a-c]{3} ">"')
+    assert octavo("generate", tiny_model, "Hello", *flags, "--seed", "1", "--max-tokens", "200") == 0
+    assert re.fullmatch(pattern, capsys.readouterr().out.removesuffix("\n")), flags
 
 
 def test_a_wrong_form_is_refused(octavo: Run, capsys: Capture, tiny_model: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def test_files_are_written_and_one_fails_alone(
     assert 7 < figures["audio_seconds"] < 9
 
 
+@pytest.mark.slow
 def test_times_of_words(octavo: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert octavo("transcribe", SPEECH, "--format", "verbose_json", "--word-timestamps", "--temperature", 0) == 0
     made = json.loads(capsys.readouterr().out)

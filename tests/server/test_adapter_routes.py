@@ -38,7 +38,7 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tiny_model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server with all ways to name an adapter; each test leaves only ``start`` loaded, and adapters found by name."""
     flags = (
-        "--served-model-name", "tiny,alias", "--enable-lora", "--max-loras", "2", "--kernels", "reference",
+        "--served-model-name", "tiny,alias", "--enable-lora", "--max-loras", "2",
         "--lora-modules", f"start={folder}/start",
         f'{{"name": "again", "path": "{folder}/start"}}', "--lora-folder", str(folder), "--enable-lora-routes",
         "--lora-resolver", "folder",

@@ -23,8 +23,8 @@ def test_without_the_option_there_are_no_such_routes(tiny_server: Running) -> No
         assert not {"/sleep", "/wake_up", "/is_sleeping"} & set(http.get("/openapi.json").json()["paths"])
 
 
-def test_a_server_sleeps_and_wakes(serve: Callable[..., Running]) -> None:
-    flags = ("--enable-admin-routes", "--kernels", "reference", "--served-model-name", "tiny")
+def test_a_server_sleeps_and_wakes_whole_or_part_by_part(serve: Callable[..., Running]) -> None:
+    flags = ("--enable-admin-routes", "--served-model-name", "tiny")
     server = serve(*flags, env={"OCTAVO_API_KEYS": "key"})
     with server.http() as http:
         for path in ("/sleep", "/wake_up"):
@@ -51,24 +51,23 @@ def test_a_server_sleeps_and_wakes(serve: Callable[..., Running]) -> None:
                 assert http.post("/wake_up").json() == {"is_sleeping": False}
             assert http.get("/is_sleeping").json() == {"is_sleeping": False}
             assert http.post(TEXT, json=BODY).json()["choices"] == before
+        _wakes_part_by_part(http)
 
 
-def test_a_server_wakes_part_by_part(serve: Callable[..., Running]) -> None:
-    server = serve("--enable-admin-routes", "--kernels", "reference")
-    with server.http() as http:
-        before = http.post(TEXT, json=BODY).json()["choices"]
-        assert http.post("/sleep").json() == {"is_sleeping": True}
-        for tags in ("weight", ""):
-            answer = http.post("/wake_up", params={"tags": tags})
-            assert answer.status_code == 400 and answer.json()["error"]["param"] == "tags", answer.text
-            assert "weights, kv_cache" in answer.json()["error"]["message"]
-        assert http.post("/wake_up", params={"tags": "weights"}).json() == {"is_sleeping": True}
-        assert http.post(TEXT, json=BODY).status_code == 503
-        assert http.post("/wake_up", params={"tags": "kv_cache"}).json() == {"is_sleeping": False}
-        assert http.post(TEXT, json=BODY).json()["choices"] == before
-        http.post("/sleep")
-        assert http.post("/wake_up?tags=kv_cache&tags=weights").json() == {"is_sleeping": False}
-        assert http.post(TEXT, json=BODY).json()["choices"] == before
+def _wakes_part_by_part(http: httpx.Client) -> None:
+    before = http.post(TEXT, json=BODY).json()["choices"]
+    assert http.post("/sleep").json() == {"is_sleeping": True}
+    for tags in ("weight", ""):
+        answer = http.post("/wake_up", params={"tags": tags})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tags", answer.text
+        assert "weights, kv_cache" in answer.json()["error"]["message"]
+    assert http.post("/wake_up", params={"tags": "weights"}).json() == {"is_sleeping": True}
+    assert http.post(TEXT, json=BODY).status_code == 503
+    assert http.post("/wake_up", params={"tags": "kv_cache"}).json() == {"is_sleeping": False}
+    assert http.post(TEXT, json=BODY).json()["choices"] == before
+    http.post("/sleep")
+    assert http.post("/wake_up?tags=kv_cache&tags=weights").json() == {"is_sleeping": False}
+    assert http.post(TEXT, json=BODY).json()["choices"] == before
 
 
 def _refused_while_a_request_runs(server: Running, http: httpx.Client) -> None:

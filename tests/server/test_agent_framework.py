@@ -26,7 +26,7 @@ class City(BaseModel):
     people: int
 
 
-@pytest.fixture(params=[OpenAIChatModel, OpenAIResponsesModel])
+@pytest.fixture(params=[OpenAIChatModel, pytest.param(OpenAIResponsesModel, marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, demo_server: Running) -> Model:
     found: Model = request.param("demo", provider=OpenAIProvider(base_url=f"{demo_server.url}/v1", api_key="none"))
     return found

@@ -199,8 +199,9 @@ def test_requests_of_the_other_kind_are_refused_by_name(server: Running, vector_
     assert "cannot transcribe recordings" in error_of(answer)["message"]
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_ends_its_recording(server: Running) -> None:
-    data = speech(80.0)
+    data = speech(45.0)
 
     async def leave() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http:

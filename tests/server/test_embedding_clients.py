@@ -42,6 +42,7 @@ def test_openai(vector_server: Running) -> None:
             client.chat.completions.create(model="vectors", messages=[{"role": "user", "content": "a"}])
 
 
+@pytest.mark.slow
 def test_cohere(pair_server: Running) -> None:
     cohere = pytest.importorskip("cohere")
     with pair_server.http() as http:
@@ -60,6 +61,7 @@ def test_cohere(pair_server: Running) -> None:
         client.rerank(model="pairs", query="", documents=TEXTS)
 
 
+@pytest.mark.slow
 def test_langchain(vector_server: Running) -> None:
     langchain = pytest.importorskip("langchain_openai")
     # It would send ids of OpenAI's own tokens otherwise.

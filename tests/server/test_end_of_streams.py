@@ -45,7 +45,7 @@ def test_the_log_says_how_a_stream_ended(serve: Callable[..., Running]) -> None:
         "--log-format",
         "json",
         "--request-timeout",
-        "5",
+        "3",
         "--host",
         "0.0.0.0",
         "--served-model-name",

@@ -103,15 +103,15 @@ def test_steps_come_once_each_and_one_who_comes_later_gets_all_that_are_known(se
             assert whole.whole and [step.step for step in whole.views[0].steps] == numbers
 
 
-def test_there_are_at_most_four_updates_a_second(serve: Serve) -> None:
-    server = serve()
-    with events(server) as stream:
+def test_there_are_at_most_four_updates_a_second(tiny_server: Running) -> None:
+    with events(tiny_server) as stream:
         next(stream)
-        with busy(server, LONG):
+        with busy(tiny_server, LONG):
             times = [next(stream).time for _ in range(6)]
     assert times[-1] - times[0] >= 5 * engine_events.INTERVAL * 0.9
 
 
+@pytest.mark.slow
 def test_a_killed_core_is_shown_as_one_that_starts_and_the_stream_goes_on(serve: Serve) -> None:
     server = serve()
     with events(server) as stream:

@@ -91,7 +91,7 @@ def ask_streamed(server: Running, prompt: str, **fields: Any) -> dict[str, Any]:
     return joined
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [0.9, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_served_answers_are_the_offline_ones_bit_for_bit_alone_and_in_company(
     demo_server: Running, demo_model: Path, temperature: float
 ) -> None:
@@ -159,18 +159,20 @@ def test_responses_to_generated_requests_conform_to_openapi(tiny_server: Running
     )
 
 
-@pytest.mark.parametrize("examples", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("examples", "tasks"), [(2, ["vectors"]), pytest.param(12, ["vectors", "pairs", "classes"], marks=pytest.mark.slow)]
+)
 def test_responses_of_encoders_conform_to_openapi(
-    examples: int, vector_server: Running, pair_server: Running, class_server: Running
+    examples: int, tasks: list[str], request: pytest.FixtureRequest
 ) -> None:
-    by_task = (
-        (vector_server, "/v1/embeddings|/pooling|/embedding"),
-        (pair_server, "rerank|score"),
-        (class_server, "/classify|/v1/chat/completions"),
-    )
-    for server, paths in by_task:
+    paths_of = {
+        "vectors": ("vector_server", "/v1/embeddings|/pooling|/embedding"),
+        "pairs": ("pair_server", "rerank|score"),
+        "classes": ("class_server", "/classify|/v1/chat/completions"),
+    }
+    for server, paths in map(paths_of.__getitem__, tasks):
         options = ("--max-examples", str(examples), "--phases", "examples,fuzzing", "--include-path-regex", paths)
-        run_schemathesis(server, *options)
+        run_schemathesis(request.getfixturevalue(server), *options)
 
 
 @pytest.mark.slow

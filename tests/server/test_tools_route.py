@@ -131,6 +131,7 @@ def test_calls_that_have_to_be_are_valid_with_any_model(client: OpenAI, choice: 
     assert (content, streamed, streamed_reason) == (None, calls, reason)
 
 
+@pytest.mark.slow
 def test_calls_at_high_temperature_are_valid(client: OpenAI) -> None:
     answer = ask(client, tool_choice="required", parallel_tool_calls=False, temperature=1.5, seed=1, n=4)
     for choice in answer.choices:

@@ -102,6 +102,7 @@ def test_one_client_fills_its_places_and_holds_up_no_other(server: Running, kind
     asyncio.run(asyncio.wait_for(test(), PATIENCE))
 
 
+@pytest.mark.slow
 def test_endless_templates_hold_up_no_other_client_and_take_the_seconds_of_theirs(server: Running) -> None:
     async def test() -> None:
         async with client(server, "c") as c, client(server, "d") as d:

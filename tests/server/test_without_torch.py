@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.adapters import write_adapter
+from tests.busy_machine import PATIENCE
 from tests.models.eagle_heads import eagle1
 from tests.server.running_server import Running, running
 
@@ -54,7 +55,13 @@ CASES: dict[str, Callable[[Path, Path], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", list(CASES))
+#: By default one case; that nothing that computes imports torch says test_architecture.py.
+QUICK = ("two ranks and n-grams",)
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_a_server_without_torch_gives_the_bits_of_one_with_it(
     case: str,
     serve: Callable[..., Running],
@@ -77,6 +84,7 @@ def test_a_server_without_torch_gives_the_bits_of_one_with_it(
     assert answer(server, model="own") != answers[0], "the adapter changes nothing"
 
 
+@pytest.mark.slow
 def test_a_gguf_model_is_served_without_torch(tmp_path: Path, without_torch: dict[str, str]) -> None:
     flags = ("--num-gpu-blocks-override", "200", "--max-model-len", "512", "--quantization", "gguf")
     with running("smollm2-135m", tmp_path / "log", *flags, env=without_torch) as server:
@@ -88,9 +96,13 @@ def test_what_needs_torch_is_refused_with_what_to_install(tiny_model: Path, with
     import subprocess
     import sys
 
-    for flags in (("--device", "cuda"), ("--kernels", "reference")):
-        command = [sys.executable, "-m", "octavo", "serve", str(tiny_model), "--port", "0", *flags]
-        ended = subprocess.run(command, env={**os.environ, **without_torch}, capture_output=True, text=True)
-        assert ended.returncode != 0
-        assert "octavo[torch]" in ended.stderr, ended.stderr
-        assert "Traceback" not in ended.stderr
+    command = [sys.executable, "-m", "octavo", "serve", str(tiny_model), "--port", "0"]
+    started = [
+        subprocess.Popen([*command, *flags], env={**os.environ, **without_torch}, stderr=subprocess.PIPE, text=True)
+        for flags in (("--device", "cuda"), ("--kernels", "reference"))
+    ]
+    for process in started:
+        said = process.communicate(timeout=PATIENCE)[1]
+        assert process.returncode != 0
+        assert "octavo[torch]" in said, said
+        assert "Traceback" not in said

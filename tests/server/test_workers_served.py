@@ -14,9 +14,8 @@ from tests.busy_machine import PATIENCE, eventually
 from tests.server.running_server import Running
 
 
-@pytest.mark.parametrize(
-    "busy", [pytest.param(True, id="under load", marks=pytest.mark.slow), pytest.param(False, id="idle")]
-)
+@pytest.mark.slow  # by default test_recovery.py kills workers, and test_faults.py ends a server with its engine
+@pytest.mark.parametrize("busy", [pytest.param(True, id="under load"), pytest.param(False, id="idle")])
 def test_a_killed_worker_ends_the_server_with_the_reason_and_no_process_is_left(
     busy: bool, serve: Callable[..., Running]
 ) -> None:
