@@ -84,7 +84,7 @@ def test_parts_of_one_object_are_all_written() -> None:
 
 def test_closing_refuses_no_schema_and_makes_no_invalid_value() -> None:
     compiled = 0
-    for seed in range(300):
+    for seed in range(100):
         schema = random_schema(random.Random(f"closed {seed}"))
         try:
             make_grammar(StructuredOutputsParams(json=schema, disable_additional_properties=False))
@@ -94,4 +94,4 @@ def test_closing_refuses_no_schema_and_makes_no_invalid_value() -> None:
         text = generate(make_grammar(StructuredOutputsParams(json=schema)), random.Random(seed))
         if text is not None:
             Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER).validate(json.loads(text))
-    assert compiled > 150
+    assert compiled > 50

@@ -42,7 +42,11 @@ def json_form(schema: dict[str, Any]) -> StructuredOutputsParams:
     return StructuredOutputsParams(json=schema)
 
 
-@pytest.mark.parametrize("schema", [MULTIPLES, PATTERNS, NAMES], ids=["multiples", "patterns", "names"])
+@pytest.mark.parametrize(
+    "schema",
+    [pytest.param(MULTIPLES, marks=pytest.mark.slow), PATTERNS, NAMES],
+    ids=["multiples", "patterns", "names"],
+)
 def test_a_grammar_that_takes_too_long_is_refused(compiler: GrammarCompiler, schema: dict[str, Any]) -> None:
     with pytest.raises(
         InvalidRequestError, match=r"json takes more than 0\.5 seconds .*structured_outputs_compile_sec"

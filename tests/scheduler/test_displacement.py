@@ -72,8 +72,18 @@ def test_blocks_for_the_next_tokens_of_those_that_give_way_do_not_count() -> Non
     finish(engine)
 
 
-@BATCHING
-@pytest.mark.parametrize("victim", ["last", "least_computed", "most_blocks"])
+@pytest.mark.parametrize(
+    ("victim", "batching"),
+    [
+        ("last", "prefill_first"),
+        ("least_computed", "mixed"),
+        ("most_blocks", "mixed"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("last", "mixed"), ("least_computed", "prefill_first"), ("most_blocks", "prefill_first"))
+        ),
+    ],
+)
 def test_the_preempted_are_enough_and_none_of_them_could_stay(batching: str, victim: str) -> None:
     """Against all sets of groups that could be preempted, each tried on a copy of the engine."""
     displaced = 0
@@ -126,8 +136,18 @@ def fits_without(engine: Engine, group_ids: set[int]) -> bool:
     return running >= {9, *staying}
 
 
-@BATCHING
-@pytest.mark.parametrize("policy", ["srpt", "deadline", "mlfq"])
+@pytest.mark.parametrize(
+    ("policy", "batching"),
+    [
+        ("srpt", "prefill_first"),
+        ("deadline", "mixed"),
+        ("mlfq", "mixed"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("srpt", "mixed"), ("deadline", "prefill_first"), ("mlfq", "prefill_first"))
+        ),
+    ],
+)
 def test_under_every_policy_that_displaces_the_waiting_group_runs_at_once(policy: str, batching: str) -> None:
     rng = random.Random(7)
     engine = VirtualEngine(policy, blocks=40, options={"max_num_seqs": 4, "batching": batching, "aging_limit": None})

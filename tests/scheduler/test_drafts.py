@@ -279,7 +279,14 @@ def test_drafts_leave_rows_to_forked_children() -> None:
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"batching": "prefill_first"}, {"preemption_mode": "swap"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"preemption_mode": "swap"},
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"batching": "prefill_first"})),
+    ],
+    ids=str,
+)
 def test_workers_draft_fewer_tokens_than_asked_for_or_fail(depth: int, adaptive: bool, options: dict[str, Any]) -> None:
     drafts = failures = 0
     for seed in range(4):

@@ -162,9 +162,11 @@ def mean_latency(policy: str, jobs: list[Job], **options: Any) -> float:
     return sum(job.latency for job in own) / len(own)
 
 
-@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 3, 4))])
-def test_under_heavy_tails_at_90_percent_srpt_halves_the_mean_latency_of_fcfs(seed: int) -> None:
-    jobs = heavy_tailed(seed, 1000, load=0.9, slots=4, burstiness=2.0)
+@pytest.mark.parametrize(
+    ("seed", "count"), [(5, 300), *(pytest.param(seed, 1000, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))]
+)
+def test_under_heavy_tails_at_90_percent_srpt_halves_the_mean_latency_of_fcfs(seed: int, count: int) -> None:
+    jobs = heavy_tailed(seed, count, load=0.9, slots=4, burstiness=2.0)
     fcfs, srpt, oracle, mlfq = (mean_latency(p, jobs, max_num_seqs=4) for p in ("fcfs", "srpt", "sjf", "mlfq"))
     assert srpt < fcfs / 2
     assert srpt < 1.2 * oracle  # sjf is told the lengths, but does not preempt
@@ -398,7 +400,7 @@ def test_from_the_ageing_limit_on_no_later_arrival_goes_first(policy: str) -> No
         teach(engine, {"long": 300, "short": 3})
         start, target = engine.now, 30.0 if policy == "deadline" else None
         before, last = (Job(start, tokens(400), 1, user="long"), Job(start, tokens(400), 300, user="long"))
-        stream = [Job(start + 0.01 * i, tokens(20), 3, user="short", ttft_target=target) for i in range(1500)]
+        stream = [Job(start + 0.01 * i, tokens(20), 3, user="short", ttft_target=target) for i in range(800)]
         engine.serve([before, *stream, last])
         assert last.first is not None
         waits.append(last.first - start)

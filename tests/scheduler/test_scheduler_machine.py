@@ -500,45 +500,40 @@ def run_cases(
             raise AssertionError(f"in {case}") from e
 
 
-def parts(*parts: int, by_default: int) -> list[Any]:
-    """Of the seeds by default one part, the others in slow tests."""
-    return [part if part == by_default else pytest.param(part, marks=pytest.mark.slow) for part in parts]
+def parts(numbers: list[int], count: int, *, by_default: list[int], few: int) -> list[Any]:
+    """First seeds and numbers of them: a few of some by default, all in slow tests."""
+    every = [pytest.param(1000 * number, count, marks=pytest.mark.slow) for number in numbers]
+    return [*((1000 * number, few) for number in by_default), *every]
 
 
-@pytest.mark.parametrize("part", parts(*range(10), by_default=0))
-def test_generated_traffic(part: int) -> None:
-    run_cases(part * 1000, 400)
+@pytest.mark.parametrize(("first", "count"), parts([*range(10)], 400, by_default=[0], few=150))
+def test_generated_traffic(first: int, count: int) -> None:
+    run_cases(first, count)
 
 
-@pytest.mark.parametrize("part", parts(*range(5), by_default=2))
-def test_generated_traffic_with_windows(part: int) -> None:
-    run_cases(part * 1000, 200, WITH_WINDOWS)
+@pytest.mark.parametrize(("first", "count"), parts([*range(5)], 200, by_default=[2], few=80))
+def test_generated_traffic_with_windows(first: int, count: int) -> None:
+    run_cases(first, count, WITH_WINDOWS)
 
 
-@pytest.mark.parametrize("part", parts(*range(5), by_default=4))
-def test_generated_traffic_with_adapters(part: int) -> None:
-    run_cases(part * 1000, 150, adapters=True)
+@pytest.mark.parametrize(("first", "count"), parts([*range(5)], 150, by_default=[4], few=80))
+def test_generated_traffic_with_adapters(first: int, count: int) -> None:
+    run_cases(first, count, adapters=True)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_generated_traffic_with_grammars(part: int) -> None:
-    run_cases(part * 1000, 60, WITH_WINDOWS if part == 3 else None, grammars=True, adapters=part == 2)
+@pytest.mark.parametrize(("first", "count"), parts([*range(4)], 60, by_default=[0, 2, 3], few=25))
+def test_generated_traffic_with_grammars(first: int, count: int) -> None:
+    run_cases(first, count, WITH_WINDOWS if first == 3000 else None, grammars=True, adapters=first == 2000)
 
 
-@pytest.mark.parametrize("part", parts(*range(5), by_default=1))
-def test_generated_traffic_with_contexts(part: int) -> None:
-    run_cases(part * 1000, 200, contexts=True)
+@pytest.mark.parametrize(("first", "count"), parts([*range(5)], 200, by_default=[1], few=120))
+def test_generated_traffic_with_contexts(first: int, count: int) -> None:
+    run_cases(first, count, contexts=True)
 
 
-@pytest.mark.parametrize("part", [0, 3, 4])
-def test_generated_traffic_with_images(part: int) -> None:
-    run_cases(part * 1000, 60, WITH_WINDOWS if part == 4 else None, images=True, adapters=part == 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", [0, 3, 4])
-def test_more_generated_traffic_with_images(part: int) -> None:
-    run_cases(part * 1000 + 60, 140, WITH_WINDOWS if part == 4 else None, images=True, adapters=part == 3)
+@pytest.mark.parametrize(("first", "count"), parts([0, 3, 4], 200, by_default=[0, 3, 4], few=40))
+def test_generated_traffic_with_images(first: int, count: int) -> None:
+    run_cases(first, count, WITH_WINDOWS if first == 4000 else None, images=True, adapters=first == 3000)
 
 
 @pytest.mark.slow
@@ -565,9 +560,9 @@ def test_much_generated_traffic(part: int) -> None:
     run_cases(100_000 + part * 1000, 1000, None if part % 2 else WITH_WINDOWS)
 
 
-@pytest.mark.parametrize("part", parts(*range(4), by_default=0))
-def test_planning_ahead_changes_no_answer(part: int) -> None:
-    for seed in range(part * 1000, part * 1000 + 60):
+@pytest.mark.parametrize(("first", "count"), parts([*range(4)], 60, by_default=[0], few=30))
+def test_planning_ahead_changes_no_answer(first: int, count: int) -> None:
+    for seed in range(first, first + count):
         case = replace(make_case(seed), abort_rate=0.0, failure_rate=0.0)
         alone, ahead, deep = (answers(replace(case, depth=depth)) for depth in (1, 2, 4))
         assert ahead == alone, f"in {case}"

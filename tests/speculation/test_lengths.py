@@ -135,7 +135,7 @@ def with_a_draft_model(
     return total / plain
 
 
-@pytest.mark.parametrize("batch", [1, 6])
+@pytest.mark.parametrize("batch", [1, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("right", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("of_model", [0.05, 0.5])
 @pytest.mark.parametrize(("prompt", "output"), [(100, 200), (2000, 40)])

@@ -21,9 +21,13 @@ def _speech_like(samples: int, seed: int = 0) -> NDArray[np.float32]:
     return audio.astype(np.float32)
 
 
-@pytest.mark.parametrize("num_mels", [80, 128])
+@pytest.mark.parametrize("num_mels", [80, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "samples", [0, 1, 159, 160, 400, 7 * SAMPLE_RATE + 13, WINDOW_SAMPLES - 100, WINDOW_SAMPLES, WINDOW_SAMPLES + 999]
+    "samples",
+    [
+        *(0, 1, 159, 7 * SAMPLE_RATE + 13, WINDOW_SAMPLES + 999),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (160, 400, WINDOW_SAMPLES - 100, WINDOW_SAMPLES)),
+    ],
 )
 def test_features_are_those_of_transformers(num_mels: int, samples: int) -> None:
     from transformers import WhisperFeatureExtractor

@@ -132,7 +132,8 @@ def test_the_trace_fits_the_context_and_is_always_the_same() -> None:
 
 
 def test_sharing_saves_more_the_more_is_shared(demo_model: Path) -> None:
-    llm = LLM(str(demo_model), num_gpu_blocks_override=300, max_model_len=512)
+    one_layer: dict[str, Any] = {"hf_overrides": {"num_hidden_layers": 1}, "load_format": "dummy"}
+    llm = LLM(str(demo_model), num_gpu_blocks_override=300, max_model_len=512, **one_layer)
     figures = list(measure_sharing(llm, output_len=12))
     for kind in ("parallel sampling", "beam search", "shared examples"):
         saved = [f.saved for f in figures if f.kind == kind]

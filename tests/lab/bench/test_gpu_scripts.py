@@ -35,6 +35,7 @@ def test_packages_that_a_bare_python_lacks_are_listed(tmp_path: Path) -> None:
     assert "make gpu-site" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_gpu_is_told_so_before_pytest_starts() -> None:
     import torch
 

@@ -48,6 +48,7 @@ def test_a_mixture_draws_each_part_in_proportion() -> None:
     assert np.mean(drawn) == pytest.approx(15, rel=0.03) and drawn.count(10) == pytest.approx(3000, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_modest_user_waits_a_tenth_as_long_under_fair_while_another_floods() -> None:
     found = lab("greedy-and-modest", "fcfs", "fair")
     fcfs, fair = found["fcfs"].user_latency, found["fair"].user_latency
@@ -56,6 +57,7 @@ def test_a_modest_user_waits_a_tenth_as_long_under_fair_while_another_floods() -
     assert found["fair"].requests_per_s > 0.99 * found["fcfs"].requests_per_s
 
 
+@pytest.mark.slow
 def test_at_110_percent_the_goodput_of_deadline_is_several_times_that_of_fcfs() -> None:
     found = lab("deadlines-110", "fcfs", "deadline")
     fcfs, deadline = found["fcfs"].goodput_per_s, found["deadline"].goodput_per_s
@@ -87,6 +89,7 @@ def test_lengths_that_depend_on_nothing_known_are_no_case_for_srpt() -> None:
     assert found["sjf"].mean_latency > found["fcfs"].mean_latency / 2, "nor would an oracle halve it"
 
 
+@pytest.mark.slow
 def test_services_of_their_own_lengths_are_ranked_and_the_median_falls_to_a_third() -> None:
     found = lab("services-90", "fcfs", "srpt")
     tau = found["srpt"].tau

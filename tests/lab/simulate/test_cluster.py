@@ -66,7 +66,9 @@ def test_a_cluster_of_one_replica_is_one_engine(router: str, mode: Any, ahead: b
     assert found.replicas[0].utilisation <= 1.0 and found.imbalance == 1.0
 
 
-@pytest.mark.parametrize(("router", "prefill"), [("power_of_two", 0), ("prefix", 2), ("session", 2)])
+@pytest.mark.parametrize(
+    ("router", "prefill"), [("power_of_two", 0), pytest.param("prefix", 2, marks=pytest.mark.slow), ("session", 2)]
+)
 def test_equal_seeds_give_equal_figures(router: str, prefill: int) -> None:
     spec: dict[str, Any] = {"router": router, "decode_router": router, "random_outages": RandomOutages(3, 1)}
     first, second = (on_cluster(TALK, 3, prefill, **spec) for _ in range(2))
@@ -92,7 +94,7 @@ _outages = st.lists(
     router=st.sampled_from(["least_loaded", "session", "round_robin"]),
     scaled=st.booleans(),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_every_request_ends_once_whatever_fails(outages: list[Outage], prefill: int, router: str, scaled: bool) -> None:
     load = replace(LOAD, requests=40)
     one = profile()
@@ -195,7 +197,7 @@ def test_goodput_counts_requests_within_their_own_targets_or_the_limits() -> Non
     assert found.goodput == 1 / 24 and found.goodput_per_replica == 1 / 24
 
 
-@pytest.mark.parametrize("router", ["round_robin", "session"])
+@pytest.mark.parametrize("router", ["session", pytest.param("round_robin", marks=pytest.mark.slow)])
 def test_shares_of_the_replicas_in_processes_give_the_figures_of_one(router: str) -> None:
     spec = ClusterSpec(((4, profile()),), router=router)
     options = make_config(model="none")

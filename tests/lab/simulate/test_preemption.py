@@ -40,6 +40,7 @@ def test_host_blocks_are_taken_from_the_same_memory() -> None:
         assert all((f.preemptions_by_swap > 0) == (runs.host_blocks > 0) for f in runs.runs)
 
 
+@pytest.mark.slow
 def test_a_sixth_of_the_blocks_on_the_host_helps_and_half_of_them_hurts() -> None:
     fitted = load_profile("smollm2-135m-epyc-2-cores")
     by_host = {
@@ -87,6 +88,7 @@ def test_the_command_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture
     assert text.count("| 0 | ") == 3 and "2 requests at once, 192 blocks in all" in text and "1.000 ± 0.000" in text
 
 
+@pytest.mark.slow
 def test_the_command_writes_every_run(tmp_path: Path) -> None:
     gpu = profile(device_type="gpu", kv_cache_tokens=4096)
     (tmp_path / "gpu.json").write_bytes(format_profile(gpu))

@@ -87,8 +87,20 @@ def test_few_blocks_preempt_and_nothing_is_lost(mode: str) -> None:
     assert max(found.series["blocks_used"]) <= 40
 
 
-@pytest.mark.parametrize("policy", ["sjf", "lcfs", "srpt", "fair", "mlfq", "deadline"])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "ahead"),
+    [
+        ("fair", True),
+        ("deadline", False),
+        ("mlfq", False),
+        *(
+            pytest.param(policy, ahead, marks=pytest.mark.slow)
+            for policy in ("sjf", "lcfs", "srpt", "fair", "mlfq", "deadline")
+            for ahead in (False, True)
+            if (policy, ahead) not in (("fair", True), ("deadline", False), ("mlfq", False))
+        ),
+    ],
+)
 def test_equal_seeds_give_equal_figures(policy: str, ahead: bool) -> None:
     options = {"num_gpu_blocks_override": 60, "async_scheduling": ahead}
     classes = (parse_class("0.5,ttft:300,tpot:30"), parse_class("0.5"))
