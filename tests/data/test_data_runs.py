@@ -160,6 +160,7 @@ def texts(tiny_model: Path) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
+@pytest.mark.slow
 def test_a_part_is_the_same_when_a_worker_is_killed(tiny_model: Path, tmp_path: Path, texts: list[str]) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps({"prompt": str(i)}) + "\n" for i in range(60)))

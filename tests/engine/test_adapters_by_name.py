@@ -101,7 +101,13 @@ def test_an_adapter_in_use_is_not_removed(llm: LLM, paths: list[str]) -> None:
 
 def test_many_replicas_and_tasks_share_one_registry(tiny_model: Path, paths: list[str]) -> None:
     a, b = (LoRARequest(name, number, path) for name, number, path in zip("ab", (1, 2), paths, strict=False))
-    options = {**OPTIONS, "data_parallel_size": 2, "max_loras": 2, "data_parallel_routing": "round_robin"}
+    options = {
+        **OPTIONS,
+        "kernels": "auto",
+        "data_parallel_size": 2,
+        "max_loras": 2,
+        "data_parallel_routing": "round_robin",
+    }
 
     async def converse() -> None:
         async with AsyncLLM(str(tiny_model), **options) as llm:

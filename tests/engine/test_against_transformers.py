@@ -182,8 +182,12 @@ def everything(output: RequestOutput) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"max_num_seqs": 1}, marks=pytest.mark.slow),  # test_invariance.py says so in bfloat16
-        {"max_num_batched_tokens": 16, "max_num_seqs": 16, "block_size": 5, "num_threads": 2},
+        # By default test_invariance.py says so of the first two in bfloat16.
+        pytest.param({"max_num_seqs": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            {"max_num_batched_tokens": 16, "max_num_seqs": 16, "block_size": 5, "num_threads": 2},
+            marks=pytest.mark.slow,
+        ),
         {"num_gpu_blocks_override": 24, "watermark": 0.0},
     ],
     ids=["one by one", "chunks of 16 tokens in small blocks, two threads", "preempted"],

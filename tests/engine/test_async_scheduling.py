@@ -141,15 +141,26 @@ def test_the_requests_end_in_every_way(alone: list[Any]) -> None:
 ALL = tuple(range(len(PROMPTS)))
 
 
-@pytest.mark.parametrize(
-    ("ahead", "which"), [(True, FREE), (True, ALL), (False, ALL)], ids=["free", "all", "not ahead"]
+COMBINATIONS = itertools.product(
+    ("mixed", "prefill_first"),
+    ("recompute", "swap", "auto"),
+    (True, False),
+    ("free", "all", "not ahead"),
 )
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
-@pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
+
+
+@pytest.mark.parametrize(
+    ("batching", "mode", "caching", "kind"),
+    [
+        # By default each way to preempt with each batching, and what is asked with and without all the rest.
+        pytest.param(*one, marks=[] if one[2:] == (True, "all") or one[:2] == ("mixed", "swap") else pytest.mark.slow)
+        for one in COMBINATIONS
+    ],
+)
 def test_under_preemption(
-    tiny_model: Path, alone: list[Any], batching: str, mode: str, caching: bool, ahead: bool, which: tuple[int, ...]
+    tiny_model: Path, alone: list[Any], batching: str, mode: str, caching: bool, kind: str
 ) -> None:
+    which, ahead = FREE if kind == "free" else ALL, kind != "not ahead"
     llm = load(
         tiny_model,
         async_scheduling=ahead,
@@ -168,6 +179,16 @@ def test_under_preemption(
     stats = llm.llm_engine.core.scheduler.stats()
     assert stats.preemptions_by_recompute + stats.preemptions_by_swap > 0
     assert watched.ahead > (40 if which is FREE else 10) or not ahead
+
+
+def test_an_int8_cache_is_the_same_in_company_and_in_chunks(tiny_model: Path) -> None:
+    whole = load(tiny_model, kv_cache_dtype="int8", enable_prefix_caching=False)
+    expected = [generate(whole, (i,))[0] for i in FREE]
+    llm = load(
+        tiny_model, kv_cache_dtype="int8", max_num_batched_tokens=24, num_gpu_blocks_override=68, max_model_len=256
+    )
+    for _ in range(2):  # the second time with prefixes in the cache
+        assert generate(llm, FREE) == expected
 
 
 def test_with_every_prefix_in_the_cache(tiny_model: Path) -> None:

@@ -89,7 +89,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_the_final_text_is_that_of_decoding_at_once(kind: str, data: st.DataObject) -> None:
     tokenizer = KINDS[kind]()
@@ -98,7 +98,7 @@ def test_the_final_text_is_that_of_decoding_at_once(kind: str, data: st.DataObje
     assert run(tokenizer, ids, skip_special_tokens=skip) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, 49151), max_size=12), st.lists(st.integers(0, 49151), max_size=4))
 def test_byte_level_text_does_not_depend_on_the_prompt(ids: list[int], prompt: list[int]) -> None:
     tokenizer = byte_level()
@@ -106,7 +106,7 @@ def test_byte_level_text_does_not_depend_on_the_prompt(ids: list[int], prompt: l
     assert run(tokenizer, ids, prompt, skip_special_tokens=True) == wanted
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_sentencepiece_continues_the_prompts_text(data: st.DataObject) -> None:
     tokenizer = sentencepiece()
@@ -129,7 +129,7 @@ def plain_decode(tokenizer: Tokenizer, ids: list[int], prefix: bool) -> str:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_sentencepiece_text_is_what_its_tokens_say(prefix: bool, data: st.DataObject) -> None:
     tokenizer = sentencepiece(prefix)
@@ -244,7 +244,7 @@ def naive(text: str, stops: list[str], minimum: int) -> tuple[str, int] | None:
     return None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.text("ab", max_size=25),
     st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),

@@ -160,7 +160,7 @@ def test_beams_and_processors_are_not_drafted(tiny_model: Path, tiny_draft: Path
     assert [o.metrics.num_draft_tokens for o in found[-2:]] == [0, 0]
 
 
-@pytest.mark.parametrize("jump_forward", [True, False])
+@pytest.mark.parametrize("jump_forward", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_grammars_bind_the_drafts_too(tiny_model: Path, tiny_draft: Path, jump_forward: bool) -> None:
     work = (forms.PROMPTS, forms.PARAMS, forms.FORMS)
     wanted = all_of(generate(forms.load(tiny_model), *work))

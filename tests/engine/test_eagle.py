@@ -146,8 +146,11 @@ def check_proposals(found: list[tuple[list[int], list[int]]], reference: Referen
 @pytest.mark.parametrize("method", HEADS)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_num_batched_tokens": 12}, {**TIGHT, "preemption_mode": "swap"}],
-    ids=["plain", "in chunks", "swapped"],
+    [
+        {"max_num_batched_tokens": 12},
+        *(pytest.param(options, marks=pytest.mark.slow) for options in ({}, {**TIGHT, "preemption_mode": "swap"})),
+    ],
+    ids=["in chunks", "plain", "swapped"],
 )
 def test_drafts_are_those_of_the_reference_over_the_whole_context(
     files: dict[str, Any], proposals: list[tuple[list[int], list[int]]], method: str, options: dict[str, Any]

@@ -259,7 +259,7 @@ def test_decodes_go_on_beside_long_inputs(folder: Path) -> None:
     assert last - first < 10, "one input a step"
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_another_core_goes_on(steps: int, folder: Path, alone: list[Any]) -> None:
     llm = make(folder)
     for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
@@ -293,6 +293,7 @@ def test_it_goes_on_after_sleep(folder: Path, alone: list[Any]) -> None:
     assert answers(engine, [1, 2]) == [alone[1], alone[2]]
 
 
+@pytest.mark.slow
 def test_two_ranks_and_a_killed_worker(folder: Path, alone: list[Any]) -> None:
     killer = Killer(9)
     engine = make(folder, killer, tensor_parallel_size=2)
@@ -342,7 +343,11 @@ def test_an_input_that_never_fits_is_ignored(folder: Path) -> None:
     assert len(good.outputs[0].token_ids) == 2
 
 
-@pytest.mark.parametrize("options", [{}, {"data_parallel_size": 2}], ids=["one core", "two replicas"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"data_parallel_size": 2}, marks=pytest.mark.slow)],
+    ids=["one core", "two replicas"],
+)
 def test_a_killed_core_is_a_pause(folder: Path, model: Any, alone: list[Any], options: dict[str, Any]) -> None:
     async def main() -> list[Any]:
         async with AsyncLLM(str(folder), **OPTIONS, **options) as llm:

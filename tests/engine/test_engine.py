@@ -536,7 +536,7 @@ def test_without_detokenizing_there_is_no_text(llm: LLM) -> None:
     assert len(out.token_ids) == 16
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_request_gets_the_same_tokens_in_any_company(tiny_model: Path, data: st.DataObject) -> None:
     """Random batch mixes, chunk sizes and pool sizes; greedy and sampled; accounting exact after every step."""

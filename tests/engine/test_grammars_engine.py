@@ -68,14 +68,19 @@ DRAFTED = {"speculative_config": {"method": "ngram", "adaptive": False, "prompt_
         {"batching": "prefill_first", "max_num_batched_tokens": 200},
         {"async_scheduling": True},
         {**PREEMPTED, "preemption_mode": "recompute"},
-        {**PREEMPTED, "preemption_mode": "recompute", "async_scheduling": True},
         SWAPPED,
-        {**SWAPPED, "jump_forward": False},
         DRAFTED,
-        {**DRAFTED, "jump_forward": False},
-        {**DRAFTED, **SWAPPED},
-        {**DRAFTED, "async_scheduling": True},
         {"kernels": "cpu", "num_threads": 2, "max_num_seqs": 3},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {**PREEMPTED, "preemption_mode": "recompute", "async_scheduling": True},
+                {**SWAPPED, "jump_forward": False},
+                {**DRAFTED, "jump_forward": False},
+                {**DRAFTED, **SWAPPED},
+                {**DRAFTED, "async_scheduling": True},
+            )
+        ),
     ],
     ids=lambda options: ", ".join(f"{k}={v}" for k, v in options.items()) or "plain",
 )

@@ -169,7 +169,9 @@ def tiny_reference(tiny_model: Path) -> Any:
     [
         *BEAMS,
         *(
-            BeamSearchParams(beam_width=width, max_tokens=20, early_stopping=early)
+            pytest.param(
+                BeamSearchParams(beam_width=width, max_tokens=20, early_stopping=early), marks=pytest.mark.slow
+            )
             for width in (2, 4, 8)
             for early in (True, False)
         ),

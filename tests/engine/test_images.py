@@ -118,7 +118,9 @@ def test_the_same_bits_in_company(
         assert again[1].metrics.num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "layout", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)]
+)
 def test_the_same_bits_of_several_workers(
     models: Models, alone: Callable[[str], list[Any]], layout: Literal["tensor_parallel_size", "pipeline_parallel_size"]
 ) -> None:

@@ -86,9 +86,8 @@ FEW_AT_ONCE = {"max_num_seqs": 3}
     [
         *(("bfloat16", o) for o in (SMALL, PREEMPTED)),
         *(pytest.param("bfloat16", o, marks=pytest.mark.slow) for o in (BATCH, CHUNKS, FEW_AT_ONCE)),
-        # What an int8 cache changes: how blocks are written and read.
-        ("int8 cache", SMALL),
-        pytest.param("int8 cache", PREEMPTED, marks=pytest.mark.slow),
+        # What an int8 cache changes: how blocks are written and read. By default test_async_scheduling.py says so.
+        *(pytest.param("int8 cache", o, marks=pytest.mark.slow) for o in (SMALL, PREEMPTED)),
     ],
     ids=lambda o: o if isinstance(o, str) else ", ".join(f"{k}={v}" for k, v in o.items()) or "one batch",
 )
@@ -101,24 +100,12 @@ def test_bit_for_bit_the_same_in_a_batch(alone: Callable[[str], list[Any]], kind
         assert everything(output) == wanted
 
 
-@settings(max_examples=1, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.slow  # by default test_engine.py says so on a tiny network
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_bit_for_bit_the_same_when_requests_arrive_at_any_time(
     alone: Callable[[str], list[Any]], data: st.DataObject
 ) -> None:
-    let_arrive(alone, data)
-
-
-@pytest.mark.slow
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_bit_for_bit_the_same_when_requests_arrive_at_many_times(
-    alone: Callable[[str], list[Any]], data: st.DataObject
-) -> None:
-    let_arrive(alone, data)
-
-
-def let_arrive(alone: Callable[[str], list[Any]], data: st.DataObject) -> None:
     llm = load(KINDS["bfloat16"], max_num_batched_tokens=data.draw(st.integers(8, 200)))
     engine, all_params, all_prompts = llm.llm_engine, params(), prompts()
     done: dict[str, RequestOutput] = {}

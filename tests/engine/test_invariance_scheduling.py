@@ -24,14 +24,14 @@ PROMPTS = [
     for i, n in enumerate(LENGTHS)
 ]
 PARAMS: list[Params] = [
-    SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=1),
-    SamplingParams(temperature=0.9, seed=1, n=3, max_tokens=40, ignore_eos=True, logprobs=1),
-    SamplingParams(temperature=0.8, seed=2, top_p=0.9, max_tokens=30, ignore_eos=True, logprobs=1),
-    BeamSearchParams(beam_width=3, max_tokens=25),
-    SamplingParams(temperature=0.7, seed=4, n=2, best_of=3, max_tokens=45, ignore_eos=True, logprobs=1),
-    SamplingParams(temperature=0.0, max_tokens=35, ignore_eos=True, logprobs=1, repetition_penalty=1.2),
-    SamplingParams(temperature=0.9, seed=6, max_tokens=20, ignore_eos=True, logprobs=1, prompt_logprobs=1),
-    BeamSearchParams(beam_width=2, max_tokens=30, ignore_eos=True, length_penalty=0.5),
+    SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.9, seed=1, n=3, max_tokens=20, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.8, seed=2, top_p=0.9, max_tokens=15, ignore_eos=True, logprobs=1),
+    BeamSearchParams(beam_width=3, max_tokens=12),
+    SamplingParams(temperature=0.7, seed=4, n=2, best_of=3, max_tokens=22, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=18, ignore_eos=True, logprobs=1, repetition_penalty=1.2),
+    SamplingParams(temperature=0.9, seed=6, max_tokens=10, ignore_eos=True, logprobs=1, prompt_logprobs=1),
+    BeamSearchParams(beam_width=2, max_tokens=15, ignore_eos=True, length_penalty=0.5),
 ]
 
 
@@ -62,7 +62,7 @@ def alone() -> list[Any]:
     return results
 
 
-#: By default the one; swapping is met below, and all combinations run on a tiny network, see test_async_scheduling.py.
+#: By default the one; swapping is met below, and more combinations run on a tiny network, see test_async_scheduling.py.
 DEFAULT = [("mixed", "recompute", True)]
 COMBINATIONS = [
     pytest.param(*one, marks=[] if one in DEFAULT else pytest.mark.slow)

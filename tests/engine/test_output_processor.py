@@ -14,15 +14,20 @@ from octavo.core.plan import PositionLogprobs, SequenceResult
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.output_processor import OutputProcessor, RequestState
-from octavo.engine.tokenizer import load_tokenizer
+from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.loader.resolve import resolve_model
 from tests.busy_machine import once_in_three
 
 PROMPT = [1, 2, 3]
 
 
+@functools.cache
+def demo_tokenizer() -> Tokenizer:
+    return load_tokenizer(resolve_model("smollm2-135m"))
+
+
 def opened(params: SamplingParams, *, streaming: bool = True) -> tuple[OutputProcessor, RequestState]:
-    processor = OutputProcessor(load_tokenizer(resolve_model("smollm2-135m")))
+    processor = OutputProcessor(demo_tokenizer())
     group = EngineCoreRequest(group_id=0, prompt_token_ids=PROMPT, task=Generate(params, 0))
     request = RequestState("a", None, PROMPT, params, group)
     kind = RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY
@@ -62,7 +67,7 @@ def test_what_is_not_taken_adds_up() -> None:
 
 
 def test_what_follows_a_stop_text_in_its_step_is_no_part_of_the_answer() -> None:
-    tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
+    tokenizer = demo_tokenizer()
     token_ids = tokenizer.encode(" one two three four five")
     assert len(token_ids) == 5
     for ended in (None, "length", "stop"):
@@ -80,7 +85,7 @@ def test_what_follows_a_stop_text_in_its_step_is_no_part_of_the_answer() -> None
 
 
 def test_tokens_of_a_step_are_shown_as_if_they_had_come_one_by_one() -> None:
-    tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
+    tokenizer = demo_tokenizer()
     token_ids = tokenizer.encode("Several tokens, 多個 in a step \N{PARTY POPPER}.")
     joined, single = [opened(SamplingParams(max_tokens=99))[0] for _ in range(2)]
     (request,), _ = joined.process(EngineCoreOutputs(sequences=[SequenceOutput(0, 0, token_ids, None, "length")]))

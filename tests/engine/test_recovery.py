@@ -66,7 +66,7 @@ def undisturbed(tiny_model: Path) -> list[Any]:
     ("options", "steps"),
     [
         ({"tensor_parallel_size": 2}, (6, 9)),
-        ({"pipeline_parallel_size": 2}, (14,)),
+        pytest.param({"pipeline_parallel_size": 2}, (14,), marks=pytest.mark.slow),
         pytest.param({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, (5, 30, 31), marks=pytest.mark.slow),
     ],
     ids=["tensor parallel", "pipeline", "both"],
@@ -126,6 +126,7 @@ def test_what_was_pinned_is_there_again(tiny_model: Path, tmp_path: Path) -> Non
     assert list(llm.list_loras()) == [1]
 
 
+@pytest.mark.slow
 def test_vectors_are_those_of_one_process(tmp_path: Path) -> None:
     model = make_encoder(tmp_path)
     options: dict[str, Any] = {"num_gpu_blocks_override": None, "max_num_batched_tokens": 8}
@@ -151,6 +152,7 @@ def test_after_so_many_losses_the_error_is_raised(tiny_model: Path) -> None:
         answers(llm)
 
 
+@pytest.mark.slow
 def test_an_answer_does_not_go_on_with_another_model(tiny_model: Path, tmp_path: Path) -> None:
     for file in tiny_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

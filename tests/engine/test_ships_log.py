@@ -25,6 +25,7 @@ def conversations() -> list[Any]:
     return [[{"role": "user", "content": question}] for question in QUESTIONS for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_a_fine_tune_answers_beside_its_model(demo_model: Path, conversations: list[Any]) -> None:
     llm = LLM(str(demo_model), dtype="bfloat16", enable_lora=True, max_loras=1, max_model_len=256)
     params = SamplingParams(temperature=0.0, max_tokens=48)

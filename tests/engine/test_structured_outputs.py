@@ -86,6 +86,7 @@ def test_a_form_that_was_changed_is_checked_again(llm: LLM) -> None:
         llm.generate("x", params)
 
 
+@pytest.mark.slow
 def test_a_slow_grammar_does_not_stop_the_event_loop(tiny_model: Path) -> None:
     async def run() -> tuple[float, int, str]:
         async with AsyncLLM(str(tiny_model), structured_outputs_compile_seconds=1.0, **OPTIONS) as llm:

@@ -97,8 +97,13 @@ def test_reasoning_has_no_more_tokens_than_its_budget(llm: LLM, marks: tuple[int
         {**PREEMPTED, "preemption_mode": "recompute"},
         {"num_gpu_blocks_override": 50, "preemption_mode": "swap", "num_host_blocks_override": 200},
         DRAFTED,
-        {**DRAFTED, **PREEMPTED, "preemption_mode": "recompute"},
-        {**DRAFTED, "async_scheduling": True},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {**DRAFTED, **PREEMPTED, "preemption_mode": "recompute"},
+                {**DRAFTED, "async_scheduling": True},
+            )
+        ),
     ],
     ids=str,
 )

@@ -56,12 +56,23 @@ def test_speech_becomes_text(llm: LLM) -> None:
 
 
 def test_recordings_in_company_have_the_same_bits_as_alone(llm: LLM, speech: NDArray[np.float32]) -> None:
-    many = [speech, speech[: 3 * 16_000], np.concatenate([speech] * 4), str(SPEECH)]
+    compare_company(llm, [str(SPEECH), np.concatenate([speech] * 4)])
+
+
+@pytest.mark.slow
+def test_many_recordings_in_company_have_the_same_bits_as_alone(llm: LLM, speech: NDArray[np.float32]) -> None:
+    compare_company(llm, [speech, speech[: 3 * 16_000], np.concatenate([speech] * 4), str(SPEECH)])
+    params = TranscriptionParams(temperature=0.0, word_timestamps=True)
+    assert transcribe(llm, [SPEECH, speech[: 3 * 16_000]], params)[0] == transcribe(llm, SPEECH, params)[0]
+
+
+def compare_company(llm: LLM, many: list[Any]) -> None:
     alone = [transcribe(llm, audio)[0] for audio in many]
     llm.reset_prefix_cache()
     assert transcribe(llm, many) == alone
 
 
+@pytest.mark.slow
 def test_long_recordings_are_windows_in_order(llm: LLM, speech: NDArray[np.float32]) -> None:
     pause = np.zeros(8_000, np.float32)
     [made] = transcribe(llm, np.concatenate([speech, pause] * 5))
@@ -92,7 +103,6 @@ def test_words_have_times(llm: LLM, speech: NDArray[np.float32]) -> None:
     shifts = [moved[word.word] - word.start for word in words if word.word in moved and word.word != " the"]
     assert len(shifts) > 5
     assert abs(np.median(shifts) - 1.0) < 0.1
-    assert transcribe(llm, [SPEECH, speech[: 3 * 16_000]], params)[0] == made
 
 
 def test_alignment_heads_that_the_model_has_not_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +138,7 @@ def test_special_tokens_in_a_prompt_are_left_out(llm: LLM) -> None:
     assert plain.prompt_tokens > transcribe(llm, SPEECH)[0].prompt_tokens
 
 
-@pytest.mark.parametrize("rate", [8_000, 48_000])
+@pytest.mark.parametrize("rate", [48_000, pytest.param(8_000, marks=pytest.mark.slow)])
 def test_other_rates_and_channels(llm: LLM, speech: NDArray[np.float32], rate: int) -> None:
     from octavo.speech.resampling import Resampler
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from octavo.core.config import make_config
 from octavo.core.errors import ConfigError, EngineDeadError
 from octavo.executor.worker import Worker, WorkerSpec
 from octavo.models.config_files import read_model_config
+from tests.busy_machine import PATIENCE
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -44,16 +46,33 @@ def alone(tiny_model: Path) -> list[Any]:
     return answers(LLM(str(tiny_model), **OPTIONS))
 
 
-def test_processes_of_torchrun_reach_the_same_answers_and_notice_when_they_disagree(
-    tiny_model: Path, alone: list[Any], tmp_path: Path
+def launch_as_torchrun(words: list[str], environment: dict[str, str]) -> str:
+    """Runs two processes with the variables that torchrun sets; what the second one says."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in (0, 1):
+        variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        told = {**environment, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in variables.items()}}
+        ranks.append(subprocess.Popen([sys.executable, *words], env=told, stderr=subprocess.PIPE, text=True))
+    return [rank.communicate(timeout=PATIENCE)[1] for rank in ranks][1]
+
+
+def launch_with_torchrun(words: list[str], environment: dict[str, str]) -> str:
+    """Runs two processes of torchrun; what it says."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE).stderr
+
+
+@pytest.mark.parametrize("launch", [launch_as_torchrun, pytest.param(launch_with_torchrun, marks=pytest.mark.slow)])
+def test_processes_of_a_launcher_reach_the_same_answers_and_notice_when_they_disagree(
+    launch: Callable[[list[str], dict[str, str]], str], tiny_model: Path, alone: list[Any], tmp_path: Path
 ) -> None:
     script = Path(__file__).with_name("launched.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    words = [*command, str(script), str(tiny_model), str(tmp_path)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    stderr = launch([str(script), str(tiny_model), str(tmp_path)], environment)
     said = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
-    assert sorted(each["rank"] for each in said) == [0, 1], done.stderr[-2000:]
+    assert sorted(each["rank"] for each in said) == [0, 1], stderr[-2000:]
     for each in said:
         assert each["answers"] == alone
         assert "the plans of step" in each["error"] and "those of ranks [1] are not that of rank 0" in each["error"]

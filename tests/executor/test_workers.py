@@ -145,7 +145,10 @@ def fail_second(worker: Worker) -> None:
         runner.submit = lambda *args: 1 / 0
 
 
-def test_a_step_that_fails_on_one_worker_ends_the_engine_with_the_reason(tiny_model: Path) -> None:
+def test_a_step_that_fails_on_one_worker_ends_the_engine_with_the_reason(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.executor.remote._GRACE", 0.2)
     llm = make(tiny_model, tensor_parallel_size=2)
     processes = workers_of(llm)
     llm.llm_engine.core.executor.collective_rpc(fail_second)
@@ -199,8 +202,8 @@ def test_a_rank_that_samples_other_tokens_ends_the_engine(
 def test_a_worker_that_hangs_ends_the_engine_after_the_timeout(tiny_model: Path) -> None:
     llm = make(tiny_model, pipeline_parallel_size=2)
     processes = workers_of(llm)
-    with pytest.raises(TimeoutError, match=r"workers \[1\] have not answered within 3 s"):
-        llm.llm_engine.core.executor.collective_rpc(sleep_on_second, [60.0], timeout=3.0)
+    with pytest.raises(TimeoutError, match=r"workers \[1\] have not answered within 0.5 s"):
+        llm.llm_engine.core.executor.collective_rpc(sleep_on_second, [60.0], timeout=0.5)
     assert not any(process.is_running() for process in processes)
 
 
@@ -255,6 +258,7 @@ def test_a_worker_that_hangs_in_a_step_ends_the_engine_after_the_step_timeout(ti
     assert not any(process.is_running() for process in processes)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_in_a_step_ends_a_served_engine_after_the_step_timeout(tiny_model: Path) -> None:
     async def scenario() -> list[psutil.Process]:
         options: dict[str, Any] = {

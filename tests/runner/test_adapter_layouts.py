@@ -24,7 +24,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 def answers(network: Path, adapters: list[LoRARequest], **options: Any) -> list[list[int]]:
     """Ten prompts with four adapters and none, two slots, and three places in host memory."""
-    defaults = {"dtype": "float32", "kernels": "reference", "num_threads": 1, "skip_tokenizer_init": True}
+    defaults = {"dtype": "float32", "num_threads": 1, "skip_tokenizer_init": True}
     kept = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 3, "num_gpu_blocks_override": 64}
     llm = LLM(str(network), **{**defaults, **kept, **options})
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)

@@ -143,7 +143,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
-@pytest.mark.parametrize("chunks", [[10], [6, 4]], ids=["one chunk", "two chunks"])
+@pytest.mark.parametrize(
+    "chunks", [pytest.param([10], marks=pytest.mark.slow), [6, 4]], ids=["one chunk", "two chunks"]
+)
 def test_forks_at_the_end_of_the_prompt_are_separate_sequences(
     worker: Worker, request_: dict[str, Any], chunks: list[int]
 ) -> None:
