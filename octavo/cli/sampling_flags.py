@@ -13,6 +13,7 @@ import msgspec
 
 from octavo.cli.engine_flags import help_text
 from octavo.cli.parsing import Arguments, Parser
+from octavo.core.errors import InvalidRequestError
 from octavo.core.sampling_params import SamplingParams
 
 PREFIX = "sampling"
@@ -148,6 +149,28 @@ def read_sampling_params(arguments: Arguments, defaults: Mapping[str, Any] | Non
         InvalidRequestError: a value is out of range.
     """
     return SamplingParams(**{**(defaults or {}), **arguments.group(PREFIX)})
+
+
+def read_value(name: str, text: str) -> Any:
+    """The value of a parameter of ``HELP`` that somebody has typed; several texts are a JSON list.
+
+    Raises:
+        InvalidRequestError: it is of another type; whether it is in range is for ``SamplingParams`` to say.
+    """
+    kind = next(field.type for field in msgspec.structs.fields(SamplingParams) if field.name == name)
+    kinds = typing.get_args(kind) or (kind,)
+    if text.lower() == "none" and type(None) in kinds:
+        return None
+    try:
+        if bool in kinds:
+            return {"true": True, "on": True, "false": False, "off": False}[text.lower()]
+        if list[str] in kinds:
+            return json.loads(text) if text.startswith("[") else [text]
+        return _argument_options(kind)["type"](text)
+    except (ValueError, KeyError, RecursionError, argparse.ArgumentTypeError):
+        forms = {bool: "true or false", int: "an integer", float: "a number", list[int]: "token ids, as in 13,198"}
+        form = next((form for each, form in forms.items() if each in kinds), "JSON")
+        raise InvalidRequestError(f"{name} takes {form}, not {text!r}: {HELP[name]}") from None
 
 
 def _argument_options(kind: Any) -> dict[str, Any]:

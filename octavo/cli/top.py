@@ -23,7 +23,7 @@ examples:
   OCTAVO_API_KEY=... octavo top https://models.example
   octavo top --once
 
-It needs the extra octavo[terminal]. Ctrl-C ends it; the server does not notice more than a few milliseconds a second.
+Ctrl-C ends it; the server does not notice more than a few milliseconds a second.
 """
 DEFAULT = "http://127.0.0.1:8000"
 KEY_VARIABLE = "OCTAVO_API_KEY"
@@ -48,11 +48,9 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Shows views until Ctrl-C or the end of the server; 1 if it could not be reached, or was lost."""
-    try:
-        from rich.console import Console
-        from rich.live import Live
-    except ImportError:
-        raise ConfigError("octavo top needs the package rich: pip install 'octavo[terminal]'") from None
+    from rich.console import Console
+    from rich.live import Live
+
     from octavo.cli.top_view import StepHistory, render
 
     if len(arguments.words) > 1:

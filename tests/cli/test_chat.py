@@ -1,86 +1,24 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from octavo.cli.chat import HELP, Conversation, read_messages
-from octavo.core.errors import InvalidRequestError
-from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from octavo.core.prompts import TokensPrompt
+from octavo.cli import chat
+from octavo.cli.chat_conversation import Conversation
+from octavo.cli.chat_history import HistoryFile, default_path
+from octavo.cli.chat_lines import Typed, read_messages
 from octavo.core.sampling_params import SamplingParams
-from tests.busy_machine import PATIENCE
+from tests.cli.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 Run = Callable[..., int]
 Capture = pytest.CaptureFixture[str]
-
-
-class ScriptedEngine:
-    """Answers every request with the same texts, a piece a step; a prompt that is too long is refused."""
-
-    def __init__(self, texts: list[str], on_step: Callable[[int], None] = lambda n: None) -> None:
-        self.tokenizer = self.inputs = self
-        self.max_model_len = 100
-        self.finish_reason = "stop"
-        self.limits: list[int | None] = []
-        self.texts = texts
-        self.on_step = on_step
-        self.conversations: list[list[dict[str, Any]]] = []
-        self.aborted: list[str] = []
-        self.error: str | None = None
-        self.open: str | None = None
-        self.steps = 0
-
-    image_prompts = None
-
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
-        self.conversations.append(messages)
-        return "".join(m["content"] for m in messages)
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return [1 for _ in text]
-
-    def add_request(self, request_id: str, prompt: TokensPrompt, params: SamplingParams, lora_request: None) -> None:
-        if sum(prompt["prompt_token_ids"]) > 100:
-            raise InvalidRequestError("the prompt is too long")
-        self.limits.append(params.max_tokens)
-        self.open, self.steps = request_id, 0
-
-    def has_unfinished_requests(self) -> bool:
-        return self.open is not None
-
-    def _output(self, text: str, reason: str | None) -> RequestOutput:
-        assert self.open is not None
-        output = CompletionOutput(0, text, finish_reason=reason, error=self.error if reason == "error" else None)
-        return RequestOutput(self.open, None, [], [output], reason is not None, RequestMetrics(0.0))
-
-    def step(self) -> list[RequestOutput]:
-        self.steps += 1
-        self.on_step(self.steps)
-        piece = self.texts[self.steps - 1]
-        if self.steps < len(self.texts):
-            return [self._output(piece, None)]
-        last = self._output(piece, self.finish_reason if self.error is None else "error")
-        self.open = None
-        return [last]
-
-    def abort_request(self, request_id: str) -> RequestOutput | None:
-        if self.open != request_id:
-            return None
-        last = self._output("", "abort")
-        self.aborted.append(request_id)
-        self.open = None
-        return last
 
 
 def converse(engine: ScriptedEngine, system: str | None = None, max_tokens: int | None = None) -> Conversation:
@@ -168,7 +106,9 @@ def test_room_is_kept_for_an_answer_of_the_length_that_was_asked_for(capsys: Cap
     conversation.ask("2" * 30)
     assert "1 turn at" in capsys.readouterr().err
     conversation.ask("3" * 70)
-    assert engine.limits == [50, 50, 30], "a question that leaves less room has what there is"
+    assert [params.max_tokens for params in engine.params] == [50, 50, 30], (
+        "a question that leaves less room has what there is"
+    )
 
 
 def test_an_answer_that_the_context_cuts_is_said_to_be_cut(capsys: Capture) -> None:
@@ -180,7 +120,7 @@ def test_an_answer_that_the_context_cuts_is_said_to_be_cut(capsys: Capture) -> N
     assert capsys.readouterr().err == "", "as long as was asked for"
 
 
-def read(text: str) -> list[str]:
+def read(text: str) -> list[Typed]:
     lines = iter(text.splitlines())
 
     def next_line(prompt: str) -> str:
@@ -205,7 +145,11 @@ def read(text: str) -> list[str]:
     ],
 )
 def test_messages_of_several_lines(typed: str, messages: list[str]) -> None:
-    assert read(typed) == messages
+    assert read(typed) == [Typed(message) for message in messages]
+
+
+def test_a_line_that_begins_with_a_slash_is_a_command_unless_it_is_quoted() -> None:
+    assert read('/help\n"""/etc is what?"""\n/a\\\nb') == [Typed("/help", True), Typed("/etc is what?"), Typed("/a\nb")]
 
 
 def test_a_failed_answer_is_reported_and_not_remembered(capsys: Capture) -> None:
@@ -217,31 +161,11 @@ def test_a_failed_answer_is_reported_and_not_remembered(capsys: Capture) -> None
     assert (conversation.failures, conversation.messages) == (1, [])
 
 
-def test_commands_change_the_conversation(capsys: Capture) -> None:
-    from octavo.cli.chat import _run_command
-
-    engine = ScriptedEngine(["yes"])
-    conversation = converse(engine, "old")
-    conversation.ask("a")
-    assert _run_command(conversation, "/reset")
-    assert conversation.messages == [{"role": "system", "content": "old"}]
-    assert _run_command(conversation, "/system Speak Latin.")
-    assert conversation.messages == [{"role": "system", "content": "Speak Latin."}]
-    assert _run_command(conversation, "/system")
-    assert conversation.messages == []
-    capsys.readouterr()
-    assert _run_command(conversation, "/rest")
-    assert "did you mean /reset?" in capsys.readouterr().err
-    assert not _run_command(conversation, "/exit")
-    assert '"""' in HELP
-    assert "backslash" in HELP
-
-
 def test_a_piped_conversation_answers_each_line_until_it_is_told_to_leave(
     octavo: Run, capsys: Capture, tiny_model: Path
 ) -> None:
     flags = ("--temperature", "0", "--max-tokens", "5", "--ignore-eos", "--bad-words", "\n")
-    assert octavo("chat", tiny_model, *flags, stdin="Hello\n\n/reset\nHello\n/exit\nnever asked\n") == 0
+    assert octavo("chat", tiny_model, *flags, stdin="Hello\n\n/clear\nHello\n/exit\nnever asked\n") == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     half = len(captured.out) // 2
@@ -267,40 +191,13 @@ def test_a_question_beyond_the_context_is_an_error_and_the_next_is_answered(
     assert captured.out.endswith("\n")
 
 
-def read_until(terminal: int, wanted: bytes, each_second: Callable[[], None] = lambda: None) -> None:
-    """Reads up to ``wanted``, within a time limit; ``each_second`` is called while there is no output."""
-    seen = b""
-    silent = 0
-    while wanted not in seen:
-        assert silent < PATIENCE, f"waited in vain for {wanted!r} after {seen!r}"
-        ready, _, _ = select.select([terminal], [], [], 1)
-        if ready:
-            seen += os.read(terminal, 4096)
-        else:
-            silent += 1
-            each_second()
-
-
-def test_in_a_terminal_ctrl_c_drops_the_line_and_ctrl_d_leaves(tiny_model: Path) -> None:
-    pty = pytest.importorskip("pty")
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "octavo", "chat", str(tiny_model), "--temperature", "0", "--max-tokens", "5"]
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("OCTAVO_")}
-    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "dumb"}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
-    os.close(theirs)
-    try:
-        read_until(ours, b"> ")
-        os.write(ours, b"Hello\n")
-        read_until(ours, b"\n> ")
-        # readline misses a signal that arrives just before it waits, until the next one.
-        read_until(ours, b"> ", each_second=lambda: process.send_signal(signal.SIGINT))
-        os.write(ours, b"\x04")
-        assert process.wait(timeout=PATIENCE) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
+def test_what_is_typed_is_remembered_unless_it_should_not(
+    octavo: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    histories: list[HistoryFile | None] = []
+    monkeypatch.setattr(chat, "talk", lambda conversation, history: histories.append(history))
+    assert octavo("chat", tiny_model) == octavo("chat", tiny_model, "--no-history") == 0
+    assert histories[0] is not None and histories[0].path == default_path() and histories[1] is None
 
 
 def test_a_conversation_beyond_the_context_goes_on(octavo: Run, capsys: Capture, tiny_model: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.cli.chat import Conversation, _run_command
+from octavo.cli.chat_commands import run_command
+from octavo.cli.chat_conversation import Conversation
 from octavo.core.config import EngineConfig
 from octavo.engine.llm_engine import LLMEngine
 from octavo.engine.model_files import find_files
@@ -89,20 +90,36 @@ def test_a_prompt_whose_places_do_not_fit_the_images_fails_alone(
 
 
 def test_a_conversation_about_images(
-    capsys: Capture, folder: Path, files: list[Path], expected: Callable[..., tuple[list[int], list[int]]]
+    capsys: Capture,
+    folder: Path,
+    files: list[Path],
+    expected: Callable[..., tuple[list[int], list[int]]],
+    tmp_path: Path,
 ) -> None:
     engine = LLMEngine(find_files(EngineConfig(model=str(folder), dtype="float32", num_gpu_blocks_override=64)))
     talk = Conversation(engine, SamplingParams(max_tokens=6, temperature=0.0), None)
-    _run_command(talk, f"/image {files[2]}")
+    run_command(talk, f"/image {files[2]}")
     assert talk.failures == 1 and "has too many pixels" in capsys.readouterr().err
-    _run_command(talk, f"/image {files[0]}")
-    _run_command(talk, f"/image {files[1]}")
+    run_command(talk, f"/image {files[0]}")
+    run_command(talk, f"/image {files[1]}")
     talk.ask("what?")
     answer = engine.tokenizer.decode(expected("<user><image><image>what?<assistant>", A, B)[1])
     assert capsys.readouterr().out.strip() == answer.strip()
     assert not talk.images and len(talk.messages[0]["content"]) == 3
+    run_command(talk, f"/save {tmp_path}/talk.json")
+    before = list(talk.messages)
     talk.ask("and now?")  # the images stay in the conversation
     assert talk.failures == 1 and len(talk.messages) == 4
+    second = talk.messages[-1]
+    run_command(talk, f"/load {tmp_path}/talk.json")
+    assert [m["content"] for m in talk.messages[1:]] == [before[1]["content"]]
+    assert [part.get("path") for part in talk.messages[0]["content"]] == [str(files[0]), str(files[1]), None]
+    talk.ask("and now?")
+    assert talk.messages[-1] == second
+    files[0].rename(files[0].with_name("moved.png"))
+    run_command(talk, f"/load {tmp_path}/talk.json")
+    files[0].with_name("moved.png").rename(files[0])
+    assert "cannot be read" in capsys.readouterr().err and len(talk.messages) == 4
 
 
 def test_info_says_that_a_model_takes_images(octavo: Run, capsys: Capture, folder: Path, tiny_model: Path) -> None:

@@ -1,0 +1,210 @@
+"""Markdown on a terminal while it is written.
+
+A terminal can only change what is on its screen. So what can no more change is printed for good, and scrolls away as
+any text does: blocks before the last one, items of a list before the last one, lines of long code. The rest is drawn
+anew a few times a second; of a rest that is higher than the screen, its end, until it is whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.live import Live
+from rich.markdown import CodeBlock, Heading, Markdown, MarkdownElement, TableDataElement
+from rich.segment import Segment
+from rich.syntax import Syntax
+from rich.text import Text
+
+from octavo.cli.terminal_text import printable
+
+#: Seconds between two drawings, and how many times longer than a drawing they are apart at least: tokens go first.
+_PAUSE, _SHARE = 0.08, 9
+#: Columns that a list or quote within another takes at most, and how deep they are drawn: at 20, the parser drops text.
+_INDENT, _DEPTH = 4, 15
+#: Without HTML and definitions of links, which a terminal does not show: both are text.
+_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable("reference")
+
+
+class Piece(NamedTuple):
+    """A part of a text that can be shown for itself."""
+
+    text: str
+    #: Whether it goes on with what is before it, without an empty line between: a list, or code.
+    goes_on: bool
+
+
+class GrowingMarkdown:
+    """A text that is shown while it grows. Within its context nothing else may write to the terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        #: What is not printed for good yet, and when it is drawn again.
+        self._rest = Piece("", True)
+        self._next = 0.0
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._live.update(Text())
+        self._live.stop()
+        if self._rest.text.strip():
+            self._print(self._rest)
+
+    def add(self, text: str) -> None:
+        """Appends to the text; it is drawn if the last drawing is long enough ago."""
+        self._rest = self._rest._replace(text=self._rest.text + printable(text))
+        begun = time.monotonic()
+        if begun < self._next:
+            return
+        *finished, self._rest = split(self._rest, most_lines=max(4, self._console.height // 2))
+        for piece in finished:
+            self._print(piece)
+        # A line is left for the cursor, one for the empty line before it.
+        gap = "" if self._rest.goes_on else "\n"
+        self._live.update(Shown(gap, self._rest.text, most_lines=max(1, self._console.height - 2)), refresh=True)
+        ended = time.monotonic()
+        self._next = ended + max(_PAUSE, _SHARE * (ended - begun))
+
+    def _print(self, piece: Piece) -> None:
+        self._console.print(Shown("" if piece.goes_on else "\n", piece.text))
+
+
+class Shown:
+    """A text as Markdown, or its last lines; text that a renderer fails on is shown as it is."""
+
+    def __init__(self, before: str, text: str, most_lines: int | None = None) -> None:
+        self.before, self.text, self.most_lines = before, text, most_lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Lines, in which no text has a control character: what was an entity in Markdown could be one."""
+        try:
+            markdown = _Markdown(self.text)
+            if markdown.depth > min(_DEPTH, (options.max_width - 10) // _INDENT):
+                raise ValueError("nothing would be left of the width")
+            lines = _without_margin(console.render_lines(markdown, options, pad=False), self.text)
+        except Exception:  # a fault in how a text is drawn must not cost the answer
+            lines = console.render_lines(Text(self.text), options, pad=False)
+        if self.before:
+            lines.insert(0, [])
+        for line in lines[-self.most_lines :] if self.most_lines else lines:
+            yield from (Segment(printable(segment.text), segment.style) for segment in line if not segment.control)
+            yield Segment.line()
+
+
+def _without_margin(lines: list[list[Segment]], text: str) -> list[list[Segment]]:
+    """Lines without the empty ones that rich puts before and after lists, quotes and tables, but not code."""
+    while lines and not text.startswith("```") and _is_empty(lines[0]):
+        del lines[0]
+    while lines and not text.endswith("```\n") and _is_empty(lines[-1]):
+        del lines[-1]
+    return lines
+
+
+def _is_empty(line: list[Segment]) -> bool:
+    return not any(segment.text.strip() for segment in line)
+
+
+class _Code(CodeBlock):
+    """Code without a frame, so that its lines can be printed in parts, and copied."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        code = str(self.text).removesuffix("\n")
+        yield Syntax(code, self.lexer_name, theme="ansi_dark", background_color="default", word_wrap=True)
+
+
+class _Heading(Heading):
+    """A heading at the left, as the text below it."""
+
+    LEVEL_ALIGN = {}  # noqa: RUF012  of rich's class
+
+
+class _Cell(TableDataElement):
+    """A cell whose long words are folded, not cut."""
+
+    def __init__(self, justify: JustifyMethod) -> None:
+        super().__init__(justify)
+        self.content.overflow = "fold"
+
+
+class _Markdown(Markdown):
+    """Markdown that shows all of a text: line breaks, tags, addresses of links and images."""
+
+    elements: dict[str, type[MarkdownElement]] = {  # type: ignore[misc]  # noqa: RUF012
+        **Markdown.elements,
+        "fence": _Code,
+        "code_block": _Code,
+        "heading_open": _Heading,
+        "td_open": _Cell,
+        "th_open": _Cell,
+    }
+
+    def __init__(self, text: str) -> None:
+        super().__init__("", hyperlinks=False)
+        self.parsed = _PARSER.parse(text)
+        #: Lists and quotes within each other.
+        self.depth = max((token.level for token in self.parsed), default=0)
+        for token in self.parsed:
+            if token.type == "fence" and len(token.info.split()) > 1:  # more than a language
+                token.content = f"{token.info.strip()}\n{token.content}"
+            for child in token.children or ():
+                if child.type == "softbreak":  # poems and addresses
+                    child.type = "hardbreak"
+                elif child.type == "image":
+                    child.type, child.tag = "text", ""
+                    child.content = f"![{child.content}]({child.attrs.get('src', '')})"
+                    child.children = None
+
+
+# ---- what can no more change ----------------------------------------------------------------------------------------
+
+
+def split(text: Piece, most_lines: int) -> Iterator[Piece]:
+    """Parts of a growing text: those that what follows cannot change, and the rest, which may be empty.
+
+    ``most_lines``: of code in the rest. A line that is not complete belongs to the rest.
+    """
+    complete, newline, begun = text.text.rpartition("\n")
+    goes_on = text.goes_on
+    lines = [f"{line}\n" for line in complete.split("\n")] if newline else []
+    blocks = _blocks(lines)
+    if blocks:
+        if len(blocks) > 1:
+            yield Piece("".join(lines[: _start(blocks[-1])]), goes_on)
+            goes_on = False
+        lines = lines[_start(blocks[-1]) :]
+    items = _items(lines)
+    if len(items) > 1:
+        yield Piece("".join(lines[: items[-1]]), goes_on)
+        lines, goes_on = lines[items[-1] :], True
+    elif blocks and blocks[-1].type == "fence" and len(lines) > most_lines + 2:
+        fence, language = blocks[-1].markup, blocks[-1].info.split()[:1]
+        yield Piece("".join([*lines[: most_lines + 1], f"{fence}\n"]), goes_on)
+        lines, goes_on = ["".join([fence, *language, "\n"]), *lines[most_lines + 1 :]], True
+    yield Piece("".join([*lines, begun]), goes_on)
+
+
+def _blocks(lines: list[str]) -> list[Token]:
+    """The first token of each block."""
+    return [token for token in _PARSER.parse("".join(lines)) if token.level == 0 and token.nesting >= 0 and token.map]
+
+
+def _items(lines: list[str]) -> list[int]:
+    """Where the items of a list begin; none, if the lines are no list alone."""
+    tokens = [token for token in _PARSER.parse("".join(lines)) if token.map]
+    if not tokens or tokens[0].type not in ("bullet_list_open", "ordered_list_open"):
+        return []
+    return [_start(token) for token in tokens if token.type == "list_item_open" and token.level == 1]
+
+
+def _start(token: Token) -> int:
+    assert token.map is not None
+    return token.map[0]
