@@ -79,6 +79,13 @@ async def reset_prefix_cache(request: Request) -> Response:
     return Response(b"{}", media_type="application/json")
 
 
+def _modalities(service: Service) -> list[str]:
+    """What the model reads."""
+    if "transcribe" in service.tasks:
+        return ["audio"]
+    return ["text", "image"] if service.images.are_seen else ["text"]
+
+
 def _model(service: Service, model: ServedModel) -> Model:
     base = service.model_names[0]
     described = Model(
@@ -90,7 +97,7 @@ def _model(service: Service, model: ServedModel) -> Model:
         root=base if model.adapter is None else service.shown_path(service.llm.adapters.named(model.name).ref.path),
         parent=None if model.adapter is None else base,
         tasks=list(service.tasks),
-        input_modalities=["text", "image"] if service.images.are_seen else ["text"],
+        input_modalities=_modalities(service),
     )
     if "embed" in service.tasks:
         described.dimensions = service.llm.front_end.pooling.vector_size

@@ -53,9 +53,9 @@ class Model(ResponseModel):
     parent: str | None = Field(description="Of an adapter: the model that it belongs to.")
     tasks: list[str] = Field(
         description="What it can do: generate, embed (vectors), token_embed (of each token), classify, token_classify, "
-        "score (pairs of texts)."
+        "score (pairs of texts), transcribe (recordings)."
     )
-    input_modalities: list[str] = Field(description="What it reads: text, and images where it sees them.")
+    input_modalities: list[str] = Field(description="What it reads: text, and image where it sees them; or audio.")
     dimensions: int | None = Field(None, description="Numbers of a vector, of models that embed.")
 
 

@@ -43,7 +43,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "permissions-policy": "camera=(), geolocation=(), microphone=(self)",
     # Asked for again each time, and sent only if changed: another version of the server may answer.
     "cache-control": "no-cache",
     "vary": "accept, accept-encoding",

@@ -78,13 +78,13 @@ class Visit:
 
 
 @contextlib.contextmanager
-def chromium() -> Iterator[Any]:
+def chromium(*flags: str) -> Iterator[Any]:
     """A browser for the time of a block."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         # Within containers, where tests often run, its own sandbox cannot be made.
-        browser = playwright.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=browser_path(), args=["--no-sandbox", *flags])
         try:
             yield browser
         finally:

@@ -37,12 +37,14 @@ function Tokens({ tokens }) {
   </div>`;
 }
 
+const duration = (seconds) => (seconds < 1 ? `${Math.round(seconds * 1e3)} ms` : `${seconds.toFixed(2)} s`);
+
 function Stats({ stats, finish }) {
   if (!stats) return finish && html`<p class="stats">${finish}</p>`;
   const parts = [
     stats.rate && `${stats.rate.toFixed(1)} tokens/s`,
-    `first token after ${stats.firstToken < 1 ? `${Math.round(stats.firstToken * 1e3)} ms` : `${stats.firstToken.toFixed(2)} s`}`,
-    stats.tokens !== null && `${stats.tokens} tokens`,
+    `first token after ${duration(stats.firstToken)}`,
+    stats.tokens !== null && `${stats.tokens} tokens in ${duration(stats.seconds)}`,
     stats.prompt !== null && `prompt ${stats.prompt}${stats.cached ? `, ${stats.cached} of them cached` : ""}`,
     stats.drafted !== null && `${stats.drafted} drafted tokens accepted${stats.rejected ? `, ${stats.rejected} not` : ""}`,
     finish && finish !== "stop" && `ended by ${finish}`,

@@ -39,10 +39,11 @@ function headers(more) {
   return { ...more, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
 }
 
-/** A response with a status below 400; throws ApiError, or an AbortError of the signal. */
+/** A response with a status below 400; `body`: a form, or what is sent as JSON. Throws ApiError, or an AbortError of the signal. */
 export async function request(path, { method = "GET", body, signal } = {}) {
-  const options = { method, signal, headers: headers(body ? { "Content-Type": "application/json" } : {}), cache: "no-store" };
-  if (body) options.body = JSON.stringify(body);
+  const isJson = body && !(body instanceof FormData);
+  const options = { method, signal, headers: headers(isJson ? { "Content-Type": "application/json" } : {}), cache: "no-store" };
+  if (body) options.body = isJson ? JSON.stringify(body) : body;
   let response;
   try {
     response = await fetch(path, options);

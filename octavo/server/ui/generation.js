@@ -1,50 +1,7 @@
-// One request for answers: its body, and the answers as their parts arrive.
+// One request for answers: they grow as their parts arrive.
 
 import { request, events, lost } from "./api.js";
-
-export const ALTERNATIVES = 5;
-
-const ROUTES = { chat: "/v1/chat/completions", completion: "/v1/completions" };
-export const routeOf = (kind) => ROUTES[kind];
-
-function contentOf({ content, files }) {
-  if (!files?.length) return content;
-  const parts = files.map((file) =>
-    file.type.startsWith("image/")
-      ? { type: "image_url", image_url: { url: file.url } }
-      : { type: "input_audio", input_audio: { data: file.url.split(",")[1], format: /mp3|mpeg/.test(file.type) ? "mp3" : "wav" } },
-  );
-  return [...parts, { type: "text", text: content }];
-}
-
-function messagesOf(conversation) {
-  const messages = conversation.system ? [{ role: "system", content: conversation.system }] : [];
-  for (const turn of conversation.turns) {
-    if (turn.role === "user") messages.push({ role: "user", content: contentOf(turn) });
-    else if (turn.role === "tool") messages.push({ role: "tool", tool_call_id: turn.call, content: turn.content });
-    else {
-      const answer = turn.answers[turn.chosen ?? 0];
-      if (!answer) continue;
-      const message = { role: "assistant", content: answer.text };
-      if (answer.calls?.length) message.tool_calls = answer.calls.map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
-      messages.push(message);
-    }
-  }
-  return messages;
-}
-
-/** The body of the request that answers the last turn of a conversation. */
-export function bodyOf(conversation, { model, settings, schema, tools, tokens }) {
-  const body = { model, ...settings };
-  if (conversation.kind === "chat") body.messages = messagesOf(conversation);
-  else body.prompt = conversation.turns.findLast((turn) => turn.role === "user")?.content ?? "";
-  if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
-  if (tools && conversation.kind === "chat") body.tools = tools;
-  if (tokens) Object.assign(body, conversation.kind === "chat" ? { logprobs: true, top_logprobs: ALTERNATIVES } : { logprobs: ALTERNATIVES });
-  body.stream = true;
-  body.stream_options = { include_usage: true };
-  return body;
-}
+import { payloadOf, routeOf } from "./requests.js";
 
 const emptyAnswer = () => ({ text: "", thoughts: "", calls: [], tokens: [], running: true, finish: null, error: null, stats: null });
 
@@ -54,24 +11,10 @@ export async function generate(kind, body, onChange, signal) {
   const answers = Array.from({ length: body.use_beam_search ? body.n || body.best_of || 1 : body.n || 1 }, emptyAnswer);
   const times = { first: null, last: null, usage: null };
   const show = frame(() => onChange(answers.map((answer) => ({ ...answer }))));
-  let complete = false;
   try {
-    const response = await request(routeOf(kind), { method: "POST", body, signal });
-    for await (const data of events(response)) {
-      if (data === "[DONE]") {
-        complete = true; // the response ends by itself, and the connection stays usable
-        continue;
-      }
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new Error(chunk.error.message);
-      if (chunk.usage) times.usage = chunk.usage;
-      for (const choice of chunk.choices ?? []) take(answers, kind, choice, times);
-      show();
-    }
-    if (!complete) {
-      lost();
-      throw new Error("The connection has ended before the answer did.");
-    }
+    const response = await request(routeOf(kind), { method: "POST", body: payloadOf(body), signal });
+    if (body.stream) await readStream(response, kind, answers, times, show);
+    else Object.assign(answers[0], { text: await readText(response), finish: "stop" });
   } catch (error) {
     const stopped = error.name === "AbortError";
     if (!stopped && error instanceof TypeError) lost();
@@ -84,15 +27,51 @@ export async function generate(kind, body, onChange, signal) {
   return answers.map((answer) => ({ ...answer, running: false, stats }));
 }
 
+/** Takes the parts of a stream. Throws an Error, also where it ends before the answers do. */
+async function readStream(response, kind, answers, times, show) {
+  let complete = false;
+  for await (const data of events(response)) {
+    if (data === "[DONE]") {
+      complete = true; // the response ends by itself, and the connection stays usable
+      continue;
+    }
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Error(chunk.error.message);
+    if (chunk.usage) times.usage = chunk.usage;
+    if (chunk.type) complete = takeTranscript(answers[0], chunk, times);
+    for (const choice of chunk.choices ?? []) take(answers, kind, choice, times);
+    show();
+  }
+  if (complete) return;
+  lost();
+  throw new Error("The connection has ended before the answer did.");
+}
+
+async function readText(response) {
+  const text = await response.text();
+  return response.headers.get("content-type").startsWith("application/json") ? JSON.stringify(JSON.parse(text), null, 2) : text;
+}
+
+function arrived(times) {
+  times.last = performance.now();
+  times.first ??= times.last;
+}
+
+/** An event of a transcription; whether it is the last. */
+function takeTranscript(answer, { type, delta, text }, times) {
+  arrived(times);
+  const isLast = type === "transcript.text.done";
+  answer.text = isLast ? text : answer.text + delta;
+  if (isLast) answer.finish = "stop";
+  return isLast;
+}
+
 function take(answers, kind, choice, times) {
   while (answers.length <= choice.index) answers.push(emptyAnswer());
   const answer = answers[choice.index];
   const delta = kind === "chat" ? (choice.delta ?? {}) : { content: choice.text };
   const thoughts = delta.reasoning_content ?? delta.reasoning;
-  if (delta.content || thoughts || delta.tool_calls?.length) {
-    times.last = performance.now();
-    times.first ??= times.last;
-  }
+  if (delta.content || thoughts || delta.tool_calls?.length) arrived(times);
   answer.text += delta.content ?? "";
   answer.thoughts += thoughts ?? "";
   for (const part of delta.tool_calls ?? []) {
@@ -116,10 +95,12 @@ function tokensOf(kind, logprobs) {
 
 function statsOf(start, { first, last, usage }) {
   if (first === null) return null;
-  const count = usage?.completion_tokens ?? null;
+  const count = usage?.completion_tokens ?? usage?.output_tokens ?? null;
+  const isSpeech = Boolean(usage?.output_tokens); // whose text comes in pieces of half a minute
   return {
     firstToken: (first - start) / 1e3,
-    rate: count > 1 && last > first ? (count - 1) / ((last - first) / 1e3) : null,
+    seconds: (last - start) / 1e3,
+    rate: !isSpeech && count > 1 && last > first ? (count - 1) / ((last - first) / 1e3) : null,
     tokens: count,
     prompt: usage?.prompt_tokens ?? null,
     cached: usage?.prompt_tokens_details?.cached_tokens ?? null,

@@ -118,8 +118,8 @@ function table([head, , ...rows]) {
   </table></div>`;
 }
 
-/** A block of code with a button that copies it. */
-export function Code({ text, language }) {
+/** A block of code with a button that copies it; `shown`: where not all of it is shown, what is. */
+export function Code({ text, shown = text, language }) {
   const [copied, setCopied] = useState(false);
   const copy = async () => {
     await copyText(text);
@@ -128,6 +128,6 @@ export function Code({ text, language }) {
   };
   return html`<div class="code">
     <div class="code-head"><span>${language || "text"}</span><button class="small" onClick=${copy}>${copied ? "Copied" : "Copy"}</button></div>
-    <pre tabindex="0"><code>${text}</code></pre>
+    <pre tabindex="0"><code>${shown}</code></pre>
   </div>`;
 }

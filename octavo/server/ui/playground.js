@@ -1,55 +1,54 @@
-// The playground: conversations and completions with the served model and its adapters.
+// The playground: conversations, completions and recordings with the served model and its adapters.
 
-import { html, names, useEffect, useRef, useState } from "./dom.js";
-import { loadConversations, newConversation, saveConversations, titleOf } from "./conversations.js";
-import { bodyOf, generate } from "./generation.js";
+import { html, useEffect, useRef, useState } from "./dom.js";
+import { Composer } from "./composer.js";
+import { newConversation } from "./conversations.js";
+import { withFiles } from "./files.js";
+import { generate } from "./generation.js";
+import { History, useHistory } from "./history.js";
+import { bodyOf, KINDS, kindsOf } from "./requests.js";
 import { Samples } from "./samples.js";
 import { Settings } from "./settings.js";
-import { File, Turn } from "./turns.js";
+import { Turn } from "./turns.js";
 
-const MOST_FILE_BYTES = 20 << 20;
-const readFile = (file) =>
-  new Promise((resolve, reject) => {
-    const reader = new FileReader();
-    reader.onload = () => resolve({ name: file.name, type: file.type, url: reader.result });
-    reader.onerror = () => reject(reader.error);
-    reader.readAsDataURL(file);
-  });
+const EMPTY = {
+  chat: "Ask something. Conversations stay in this browser.",
+  completion: "Begin a text: the model goes on with it.",
+  transcription: "What is said in a recording becomes text. It stays in this browser.",
+  translation: "What is said in a recording becomes English text. It stays in this browser.",
+};
 
 export function Playground({ models }) {
-  const [list, setList] = useState(loadConversations);
   const [current, setCurrent] = useState(() => newConversation());
   const [options, setOptions] = useState({ model: "", typed: {}, values: {}, wrong: [], tokens: false, schema: "", tools: "" });
   const [run, setRun] = useState(null);
   const [problem, setProblem] = useState("");
+  const { list, keep, remove, notice } = useHistory(current, Boolean(run));
   const latest = useRef(current);
   latest.current = current;
   const model = models.find((one) => one.id === options.model) ?? models[0];
-
-  useEffect(() => {
-    if (run) return;
-    const others = list.filter((one) => one.id !== current.id);
-    saveConversations(current.turns.length ? [current, ...others] : others);
-  }, [list, current, run]);
+  const kinds = kindsOf(model);
 
   const change = (conversation) => setCurrent({ ...conversation, changed: Date.now() });
-  const keep = () => current.turns.length && setList([current, ...list.filter((one) => one.id !== current.id)]);
-  const open = (conversation) => {
+  const open = async (conversation) => {
     run?.abort();
     keep();
-    setCurrent(conversation);
     setProblem("");
+    setCurrent(conversation);
+    const filled = await withFiles(conversation);
+    if (latest.current === conversation) setCurrent(filled);
   };
-  const remove = (id) => {
-    setList(list.filter((one) => one.id !== id));
-    if (id === current.id) setCurrent(newConversation(current.kind));
-  };
+  useEffect(() => {
+    if (kinds.length && !kinds.includes(current.kind) && !current.turns.length) setCurrent(newConversation(kinds[0]));
+  }, [model, current]);
 
   /** The body of the request for a conversation; null, and the reason is shown, if what was typed beside it is wrong. */
   const prepare = (conversation) => {
     try {
       if (options.wrong.length) throw new Error(`These settings are no JSON: ${options.wrong.join(", ")}.`);
-      return bodyOf(conversation, { ...options, model: model?.id, settings: options.values, ...parsed(options) });
+      const body = bodyOf(conversation, { ...options, model: model?.id, settings: options.values, ...parsed(options) });
+      if ("file" in body && !body.file?.blob) throw new Error("The recording is no longer in this browser: choose it again.");
+      return body;
     } catch (error) {
       setProblem(error.message);
       return null;
@@ -77,40 +76,57 @@ export function Playground({ models }) {
     setRun((now) => (now === abort ? null : now));
   };
 
-  const send = (content, files) => {
-    const turn = { role: "user", content, files };
-    return answer({ ...current, turns: current.kind === "completion" ? [turn] : [...current.turns, turn] });
-  };
+  const send = (content, files) => answer({ ...current, turns: [...(current.kind === "chat" ? current.turns : []), { role: "user", content, files }] });
   const cut = (index) => ({ ...current, turns: current.turns.slice(0, index) });
-  const edit = (index, content) => {
-    const turns = [...cut(index).turns, { ...current.turns[index], content }];
-    answer({ ...current, turns });
-  };
+  const edit = (index, content, files) => answer({ ...current, turns: [...cut(index).turns, { ...current.turns[index], content, files }] });
   const choose = (index, chosen) => change({ ...current, turns: current.turns.map((turn, i) => (i === index ? { ...turn, chosen } : turn)) });
   const useTool = (index, call, content) => {
     const turns = [...cut(index + 1).turns, { role: "tool", call: call.id, name: call.name, content }];
     answer({ ...current, turns });
   };
 
-  const canChat = !model || !model.tasks || model.tasks.includes("generate");
+  const turns = useFollowed(current, Boolean(run));
+  const isServed = kinds.includes(current.kind);
   return html`<div class="playground">
-    <${History} list=${list} current=${current} onOpen=${open} onNew=${() => open(newConversation(current.kind))} onRemove=${remove} />
+    <${History} list=${list} current=${current} onOpen=${open} onNew=${() => open(newConversation(isServed ? current.kind : kinds[0]))} onRemove=${(id) => (remove(id), id === current.id && setCurrent(newConversation(current.kind)))} />
     <div class="talk">
-      <${Bar} current=${current} models=${models} model=${model} onKind=${(kind) => open(newConversation(kind))} onModel=${(id) => setOptions({ ...options, model: id })} />
-      ${!canChat && html`<p class="error" role="alert">This model does not generate text: it can ${model.tasks.join(", ")}.</p>`}
-      ${current.kind === "chat" && html`<details class="system" open=${Boolean(current.system)}><summary>System prompt</summary>
+      <${Bar} current=${current} kinds=${kinds} models=${models} model=${model} onKind=${(kind) => open(newConversation(kind))} onModel=${(id) => setOptions({ ...options, model: id })} />
+      ${notice.map((text) => html`<p class="notice" role="status">${text}</p>`)}
+      ${!isServed && html`<p class="error" role="alert">This model ${current.kind in KINDS && kinds.length ? `makes no ${KINDS[current.kind].label.toLowerCase()}` : "does not generate text"}: it can ${model.tasks.join(", ")}.</p>`}
+      ${current.kind === "chat" && isServed && html`<details class="system" open=${Boolean(current.system)}><summary>System prompt</summary>
         <textarea aria-label="System prompt" rows="2" value=${current.system} onInput=${(event) => change({ ...current, system: event.target.value })}></textarea></details>`}
-      <div class="turns" role="log" aria-label="Conversation">
-        ${!current.turns.length && html`<p class="quiet empty">${current.kind === "chat" ? "Ask something. Conversations stay in this browser." : "Begin a text: the model goes on with it."}</p>`}
-        ${current.turns.map((turn, i) => html`<${Turn} key=${`${current.id}-${i}`} turn=${turn} index=${i} kind=${current.kind} busy=${Boolean(run)}
-          onEdit=${(text) => edit(i, text)} onRegenerate=${() => answer(cut(i), turn.answers)} onChoose=${(chosen) => choose(i, chosen)}
-          onTool=${i === current.turns.length - 1 && ((call, text) => useTool(i, call, text))} />`)}
+      <div class="turns" ref=${turns} role="log" aria-label="Conversation">
+        ${!current.turns.length && isServed && html`<p class="quiet empty">${EMPTY[current.kind]}</p>`}
+        ${current.turns.map((turn, i) => html`<${Turn} key=${`${current.id}-${i}`} turn=${turn} index=${i} kind=${current.kind} busy=${Boolean(run) || !isServed}
+          onEdit=${(text, files) => edit(i, text, files)} onRegenerate=${() => answer(cut(i), turn.answers)} onChoose=${(chosen) => choose(i, chosen)}
+          isLast=${i === current.turns.length - 1} onTool=${i === current.turns.length - 1 && ((call, text) => useTool(i, call, text))} />`)}
       </div>
       ${problem && html`<p class="error" role="alert">${problem}</p>`}
-      <${Composer} kind=${current.kind} model=${model} running=${Boolean(run)} onSend=${send} onStop=${() => run?.abort()} />
+      ${isServed && html`<${Composer} key=${KINDS[current.kind].takes ?? "text"} kind=${current.kind} model=${model} running=${Boolean(run)} onSend=${send} onStop=${() => run?.abort()} />`}
     </div>
-    <${Panel} current=${current} model=${model} options=${options} setOptions=${setOptions} />
+    ${isServed && html`<${Panel} current=${current} model=${model} options=${options} setOptions=${setOptions} />`}
   </div>`;
+}
+
+/** Keeps the end of what is written in view while it is, unless somebody scrolls up to read. */
+function useFollowed(current, runs) {
+  const turns = useRef();
+  const follows = useRef(false);
+  useEffect(() => {
+    if (runs) follows.current = true;
+    let last = scrollY;
+    const onScroll = () => {
+      if (scrollY < last - 2) follows.current = false;
+      last = scrollY;
+    };
+    addEventListener("scroll", onScroll);
+    return () => removeEventListener("scroll", onScroll);
+  }, [runs]);
+  useEffect(() => {
+    if (follows.current) turns.current.lastElementChild?.scrollIntoView({ block: "end" });
+    if (!runs) follows.current = false;
+  }, [current, runs]);
+  return turns;
 }
 
 /** The JSON that was typed beside the settings. Throws an Error that names what is none. */
@@ -126,26 +142,10 @@ function parsed({ schema, tools }) {
   return { schema: read(schema, "The JSON schema"), tools: read(tools, "The tools") };
 }
 
-function History({ list, current, onOpen, onNew, onRemove }) {
-  const [confirming, setConfirming] = useState(null);
-  const shown = [...(current.turns.length && !list.some((one) => one.id === current.id) ? [current] : []), ...list];
-  return html`<nav class="history" aria-label="Conversations">
-    <button class="primary" onClick=${onNew}>New</button>
-    <details open=${matchMedia("(min-width: 64rem)").matches}><summary>Conversations (${shown.length})</summary>
-      <ul>${shown.map((one) => html`<li key=${one.id} class=${names(one.id === current.id && "chosen")}>
-        <button class="plain-button" aria-current=${one.id === current.id ? "true" : undefined} onClick=${() => one.id !== current.id && onOpen(one)}>${titleOf(one.id === current.id ? current : one)}</button>
-        ${confirming === one.id
-          ? html`<button class="small danger" onClick=${() => (onRemove(one.id), setConfirming(null))}>Delete?</button>`
-          : html`<button class="small" aria-label=${`Delete ${titleOf(one)}`} onClick=${() => setConfirming(one.id)}>×</button>`}
-      </li>`)}</ul>
-    </details>
-  </nav>`;
-}
-
-function Bar({ current, models, model, onKind, onModel }) {
+function Bar({ current, kinds, models, model, onKind, onModel }) {
   return html`<div class="bar">
-    <fieldset class="choice"><legend class="hidden">Kind of prompt</legend>
-      ${[["chat", "Chat"], ["completion", "Completion"]].map(([kind, label]) => html`<label><input type="radio" name="kind" checked=${current.kind === kind} onChange=${() => onKind(kind)} /> ${label}</label>`)}
+    <fieldset class="choice"><legend class="hidden">Kind of request</legend>
+      ${kinds.map((kind) => html`<label><input type="radio" name="kind" checked=${current.kind === kind} onChange=${() => onKind(kind)} /> ${KINDS[kind].label}</label>`)}
     </fieldset>
     <label class="model">Model <select value=${model?.id ?? ""} onChange=${(event) => onModel(event.target.value)}>
       ${models.map((one) => html`<option value=${one.id}>${one.parent ? `${one.id} (adapter)` : one.id}</option>`)}
@@ -154,63 +154,38 @@ function Bar({ current, models, model, onKind, onModel }) {
   </div>`;
 }
 
-function Composer({ kind, model, running, onSend, onStop }) {
-  const [text, setText] = useState("");
-  const [files, setFiles] = useState([]);
-  const [problem, setProblem] = useState("");
-  const takes = (model?.input_modalities ?? []).filter((one) => one === "image" || one === "audio");
-  const ready = text.trim() || files.length;
-  const send = () => {
-    if (!ready || running || !onSend(text, files)) return;
-    if (kind === "chat") setText("");
-    setFiles([]);
-  };
-  const onKey = (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && kind === "chat") {
-      event.preventDefault();
-      send();
-    }
-  };
-  const add = async (event) => {
-    const chosen = [...event.target.files];
-    event.target.value = "";
-    setProblem(chosen.some((file) => file.size > MOST_FILE_BYTES) ? "Files of more than 20 MB are left out." : "");
-    const read = await Promise.all(chosen.filter((file) => file.size <= MOST_FILE_BYTES).map(readFile));
-    setFiles((now) => [...now, ...read]);
-  };
-  return html`<form class="composer" onSubmit=${(event) => (event.preventDefault(), send())}>
-    <label class="hidden" for="question">${kind === "chat" ? "Message" : "Prompt"}</label>
-    <textarea id="question" rows=${kind === "chat" ? 3 : 8} value=${text} placeholder=${kind === "chat" ? "Message (Enter sends, Shift+Enter begins a line)" : "Text to complete"} onKeyDown=${onKey} onInput=${(event) => setText(event.target.value)}></textarea>
-    ${files.map((file, i) => html`<${File} file=${file} onRemove=${() => setFiles(files.filter((_, j) => j !== i))} />`)}
-    ${problem && html`<p class="error" role="alert">${problem}</p>`}
-    <div class="tools">
-      ${takes.length > 0 && kind === "chat" && html`<label class="attach">Add ${takes.join(" or ")} <input type="file" multiple accept=${takes.map((one) => `${one}/*`).join(",")} onChange=${add} /></label>`}
-      ${running ? html`<button type="button" class="primary danger" onClick=${onStop}>Stop</button>` : html`<button class="primary" disabled=${!ready}>${kind === "chat" ? "Send" : "Complete"}</button>`}
-    </div>
-  </form>`;
-}
-
 function Panel({ current, model, options, setOptions }) {
   const [open, setOpen] = useState(matchMedia("(min-width: 80rem)").matches);
   const set = (change) => setOptions((now) => ({ ...now, ...change }));
-  let body = null;
-  try {
-    body = bodyOf(current, { ...options, model: model?.id, settings: options.values, ...parsed(options) });
-  } catch {
-    // what is wrong is said when the request is sent
-  }
+  const writes = !KINDS[current.kind].takes;
   return html`<aside class="panel" aria-label="Settings">
     <details open=${open} onToggle=${(event) => setOpen(event.target.open)}><summary>Settings</summary>
       ${open && html`
-      <label class="check"><input type="checkbox" checked=${options.tokens} onChange=${(event) => set({ tokens: event.target.checked })} /> Each token's probability and alternatives</label>
+      ${writes && html`<label class="check"><input type="checkbox" checked=${options.tokens} onChange=${(event) => set({ tokens: event.target.checked })} /> Each token's probability and alternatives</label>`}
       <${Settings} kind=${current.kind} typed=${options.typed} onChange=${(typed, { values, wrong }) => set({ typed, values, wrong })} />
-      <details><summary>JSON schema${options.schema.trim() && " (set)"}</summary>
+      ${writes && html`<details><summary>JSON schema${options.schema.trim() && " (set)"}</summary>
         <p class="help" id="schema-help">The answer is JSON of this schema.</p>
-        <textarea aria-label="JSON schema" aria-describedby="schema-help" rows="6" spellcheck="false" value=${options.schema} placeholder='{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}' onInput=${(event) => set({ schema: event.target.value })}></textarea></details>
+        <textarea aria-label="JSON schema" aria-describedby="schema-help" rows="6" spellcheck="false" value=${options.schema} placeholder='{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}' onInput=${(event) => set({ schema: event.target.value })}></textarea></details>`}
       ${current.kind === "chat" && html`<details><summary>Tools${options.tools.trim() && " (set)"}</summary>
         <p class="help" id="tools-help">A list of functions, as the API takes them; you give their results.</p>
         <textarea aria-label="Tools" aria-describedby="tools-help" rows="6" spellcheck="false" value=${options.tools} placeholder='[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]' onInput=${(event) => set({ tools: event.target.value })}></textarea></details>`}
-      <details><summary>Copy as curl or Python</summary>${body ? html`<${Samples} kind=${current.kind} body=${body} />` : html`<p class="quiet">The schema or the tools are no JSON yet.</p>`}</details>`}
+      <${Sample} current=${current} model=${model} options=${options} />`}
     </details>
   </aside>`;
+}
+
+/** The request of the last answer, or the one that would be sent, as a program. */
+function Sample({ current, model, options }) {
+  const [open, setOpen] = useState(false);
+  return html`<details onToggle=${(event) => setOpen(event.target.open)}><summary>Copy as curl or Python</summary>${open && sample()}</details>`;
+
+  function sample() {
+    const asked = current.turns.findLastIndex((turn) => !turn.answers);
+    try {
+      const body = bodyOf({ ...current, turns: current.turns.slice(0, asked + 1) }, { ...options, model: model?.id, settings: options.values, ...parsed(options) });
+      return html`<${Samples} kind=${current.kind} body=${body} />`;
+    } catch (error) {
+      return html`<p class="error">${error.message}</p>`;
+    }
+  }
 }

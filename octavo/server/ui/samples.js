@@ -2,17 +2,22 @@
 
 import { html, useState } from "./dom.js";
 import { Code } from "./markdown.js";
-import { routeOf } from "./generation.js";
+import { fieldsOf, KINDS, routeOf } from "./requests.js";
 
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
+const KEY = `-H "Authorization: Bearer $OCTAVO_API_KEY"`;
+/** What stands for the name of a recording that is not chosen yet. */
+const nameOf = (file) => file?.name ?? "recording.wav";
 
 export function asCurl(kind, body, origin) {
-  const { stream_options, ...rest } = body;
-  return [
-    `curl -N ${origin}${routeOf(kind)} \\`,
-    `  -H 'Content-Type: application/json' -H "Authorization: Bearer $OCTAVO_API_KEY" \\`,
-    `  -d ${quoted(JSON.stringify(rest, null, 2))}`,
-  ].join("\n");
+  const begin = `curl -N ${origin}${routeOf(kind)}`;
+  if (!KINDS[kind].takes) {
+    const { stream_options, ...rest } = body;
+    // From its input: an image is too long for an argument.
+    return `${begin} ${KEY} \\\n  -H 'Content-Type: application/json' --data-binary @- <<'END'\n${JSON.stringify(rest, null, 2)}\nEND`;
+  }
+  const fields = fieldsOf(body).map(([name, value]) => `--form-string ${quoted(`${name}=${value}`)}`);
+  return [`${begin} ${KEY}`, ...fields, `-F ${quoted(`file=@"${nameOf(body.file).replaceAll(/["\\]/g, "\\$&")}"`)}`].join(" \\\n  ");
 }
 
 /** A JSON value in Python's notation. */
@@ -32,28 +37,43 @@ const OWN = new Set([
   "model", "messages", "prompt", "n", "temperature", "top_p", "max_tokens", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias",
   "logprobs", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "best_of", "stream",
 ]);
+const OWN_OF_SPEECH = new Set(["model", "prompt", "response_format", "temperature", "language", "timestamp_granularities", "stream"]);
+
+/** By kind: the function of the OpenAI package, and how the text of what it streams is printed. */
+const CALLS = {
+  chat: ["chat.completions", "chunk.choices and chunk.choices[0].delta.content", "chunk.choices[0].delta.content"],
+  completion: ["completions", "chunk.choices and chunk.choices[0].text", "chunk.choices[0].text"],
+  transcription: ["audio.transcriptions", 'chunk.type == "transcript.text.delta"', "chunk.delta"],
+  translation: ["audio.translations"],
+};
 
 export function asPython(kind, body, origin) {
-  const { stream_options, ...rest } = body;
+  const [call, condition, text] = CALLS[kind];
+  const isSpeech = Boolean(KINDS[kind].takes);
+  const { stream_options, file, ...rest } = body;
+  if (!condition) delete rest.stream; // the package does not know it there
+  const own = isSpeech ? OWN_OF_SPEECH : OWN;
   const entries = Object.entries(rest);
-  const lines = entries.filter(([name]) => OWN.has(name)).map(([name, value]) => `    ${name}=${python(value, "    ")},`);
-  const others = Object.fromEntries(entries.filter(([name]) => !OWN.has(name)));
+  const lines = entries.filter(([name]) => own.has(name)).map(([name, value]) => `    ${name}=${python(value, "    ")},`);
+  const others = Object.fromEntries(entries.filter(([name]) => !own.has(name)));
   if (Object.keys(others).length) lines.push(`    extra_body=${python(others, "    ")},`);
-  const [call, text] = kind === "chat" ? ["chat.completions", "chunk.choices[0].delta.content"] : ["completions", "chunk.choices[0].text"];
+  if (isSpeech) lines.push(`    file=open(${python(nameOf(file))}, "rb"),`);
+  const shown = rest.stream ? ["for chunk in answer:", `    if ${condition}:`, `        print(${text}, end="", flush=True)`] : ["print(answer)"];
   return [
     "import os",
     "",
     "from openai import OpenAI",
     "",
     `client = OpenAI(base_url="${origin}/v1", api_key=os.environ.get("OCTAVO_API_KEY", "none"))`,
-    `stream = client.${call}.create(`,
+    `answer = client.${call}.create(`,
     ...lines,
     ")",
-    "for chunk in stream:",
-    `    if chunk.choices and ${text}:`,
-    `        print(${text}, end="", flush=True)`,
+    ...shown,
   ].join("\n");
 }
+
+/** Files within a text are megabytes, which nobody reads: their beginning. */
+const shortened = (text) => text.replace(/(data:[\w/.+-]*;base64,[\w+/]{24})[\w+/=]{40,}/g, (_, begin) => `${begin}…`);
 
 export function Samples({ kind, body }) {
   const [language, setLanguage] = useState("curl");
@@ -62,6 +82,7 @@ export function Samples({ kind, body }) {
     <fieldset class="choice"><legend>This request as</legend>
       ${["curl", "Python"].map((name) => html`<label><input type="radio" name="sample" checked=${language === name} onChange=${() => setLanguage(name)} /> ${name}</label>`)}
     </fieldset>
-    <${Code} text=${text} language=${language} />
+    <${Code} text=${text} shown=${shortened(text)} language=${language} />
+    ${text.includes(";base64,") && html`<p class="help">Images are copied whole.</p>`}
   </div>`;
 }

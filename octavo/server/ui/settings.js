@@ -2,34 +2,41 @@
 
 import { html, useState, useEffect } from "./dom.js";
 import { getJson } from "./api.js";
+import { KINDS, routeOf } from "./requests.js";
 
 /** Those that most people look for, in this order; all others stand below. */
-const FIRST = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty"];
+const FIRST = ["language", "response_format", "prompt", "hotwords", "temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty"];
 /** Fields that are no settings, or that the page sets itself. */
 const OTHERS = new Set([
-  "messages", "prompt", "model", "stream", "stream_options", "tools", "response_format", "logprobs", "top_logprobs", "functions", "function_call",
+  "messages", "prompt", "model", "file", "stream", "stream_options", "tools", "response_format", "logprobs", "top_logprobs", "functions", "function_call",
   "max_completion_tokens", "suffix", "echo", "user", "store", "metadata", "return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs",
   "logprob_token_ids", "structured_outputs", "documents", "chat_template", "prediction",
 ]);
 
-const NAMES = { chat: "ChatCompletionRequest", completion: "CompletionRequest" };
+/** Of these kinds they are settings all the same. */
+const OF_SPEECH = new Set(["prompt", "response_format"]);
+
 let description = null;
 
 async function fieldsOf(kind) {
   description ??= getJson("/openapi.json");
   try {
-    const { components } = await description;
-    return readFields(components.schemas[NAMES[kind]].properties, components.schemas);
+    const { components, paths } = await description;
+    const [{ schema }] = Object.values(paths[routeOf(kind)].post.requestBody.content);
+    return readFields(resolved(schema, components.schemas).properties, components.schemas, Boolean(KINDS[kind].takes));
   } catch (error) {
     description = null;
     throw error;
   }
 }
 
-function readFields(properties, schemas) {
+const resolved = (schema, schemas) => (schema.$ref ? schemas[schema.$ref.split("/").at(-1)] : schema);
+
+function readFields(properties, schemas, isSpeech) {
   const fields = [];
   for (const [name, property] of Object.entries(properties)) {
-    const field = !OTHERS.has(name) && property.description && control(property, schemas);
+    const isOther = OTHERS.has(name) && !(isSpeech && OF_SPEECH.has(name));
+    const field = !isOther && property.description && control(property, schemas);
     if (field) fields.push({ name, help: property.description, ...field });
   }
   const rank = ({ name }) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
@@ -38,14 +45,15 @@ function readFields(properties, schemas) {
 
 /** How a field is given: { type: "number" | "boolean" | "choice" | "text" | "json" }; null if its schema allows anything. */
 function control(property, schemas) {
-  const kinds = (property.anyOf ?? [property]).map((one) => (one.$ref ? schemas[one.$ref.split("/").at(-1)] : one)).filter((one) => one && one.type !== "null");
+  const kinds = (property.anyOf ?? [property]).map((one) => resolved(one, schemas)).filter((one) => one && one.type !== "null");
   const types = new Set(kinds.map((one) => one.type ?? (one.enum ? "string" : undefined)));
   const choices = kinds.flatMap((one) => one.enum ?? (one.const !== undefined ? [one.const] : []));
   if (!kinds.length || types.has(undefined)) return null;
+  if (choices.length && types.has("boolean")) return { type: "boolean", also: choices };
   if (choices.length) return { type: "choice", choices };
   if (types.has("array") || types.has("object")) return { type: "json", alsoText: types.has("string") };
   if (types.has("number") || types.has("integer")) return { type: "number", step: types.has("number") ? "any" : 1 };
-  if (types.has("boolean")) return { type: "boolean" };
+  if (types.has("boolean")) return { type: "boolean", also: [] };
   return types.has("string") ? { type: "text" } : null;
 }
 
@@ -53,7 +61,7 @@ function control(property, schemas) {
 export function valueOf(field, typed) {
   if (typed === "" || typed === undefined) return undefined;
   if (field.type === "number") return Number(typed);
-  if (field.type === "boolean") return typed === "true";
+  if (field.type === "boolean") return field.also.includes(typed) ? typed : typed === "true";
   if (field.type === "json") {
     if (field.alsoText && !/^\s*[[{"]/.test(typed)) return typed.includes("\n") ? typed.split("\n").filter(Boolean) : typed;
     return JSON.parse(typed);
@@ -108,7 +116,7 @@ function Setting({ field, typed, wrong, onInput }) {
   const input = (event) => onInput(event.target.value);
   let element;
   if (field.type === "boolean" || field.type === "choice") {
-    const choices = field.type === "boolean" ? ["true", "false"] : field.choices;
+    const choices = field.type === "boolean" ? ["true", "false", ...field.also] : field.choices;
     element = html`<select ...${common} value=${typed} onChange=${input}><option value="">default</option>${choices.map((choice) => html`<option value=${choice}>${choice}</option>`)}</select>`;
   } else if (field.type === "json") {
     element = html`<textarea ...${common} rows="1" spellcheck="false" value=${typed} placeholder=${field.alsoText ? "text, or JSON" : "JSON"} onInput=${input}></textarea>`;
