@@ -222,7 +222,7 @@ def test_a_model_without_images_takes_none(browser: Any, eyes: Running) -> None:
 
 def transcribed(shown: Visit) -> str:
     """The text that the recording in the composer becomes."""
-    shown.page.locator(".composer audio").wait_for()
+    shown.page.locator(".composer .file").wait_for()
     shown.page.get_by_role("button", name="Transcribe", exact=True).click()
     shown.page.get_by_role("button", name="Transcribe again").wait_for()
     text: str = shown.page.locator(".turn.assistant .text").last.inner_text()

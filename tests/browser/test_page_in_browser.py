@@ -116,11 +116,14 @@ def test_each_tokens_probability_is_shown_with_the_keyboard_alone(playground: Vi
     page.get_by_label("Each token's probability").check()
     ask(playground, "Say it", max_tokens="6", temperature="0")
     stats(playground).wait_for()
-    if page.get_by_role("button", name="Tokens").count():
-        page.get_by_role("button", name="Tokens").press("Enter")
-        page.locator(".tokens").focus()
-        page.keyboard.press("ArrowRight")
-        assert "%" in page.locator(".alternatives").inner_text()
+    page.get_by_role("button", name="Tokens").press("Enter")
+    page.locator(".tokens").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".alternatives").inner_text().count("%") == 6
+    page.keyboard.press("End")
+    assert "chosen" in str(page.locator(".token").last.get_attribute("class"))
+    page.locator(".token").first.hover()
+    assert "chosen" in str(page.locator(".token").first.get_attribute("class"))
 
 
 @pytest.mark.slow

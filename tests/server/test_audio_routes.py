@@ -54,6 +54,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 def test_openai_client(server: Running) -> None:
     data = SPEECH.read_bytes()
     with server.client() as client:
+        assert client.models.retrieve("ears").model_extra["input_modalities"] == ["audio"]  # type: ignore[index]
         made = client.audio.transcriptions.create(model="ears", file=("speech.ogg", data))
         assert "lazy dog" in made.text
         assert made.usage is not None

@@ -41,10 +41,11 @@ const duration = (seconds) => (seconds < 1 ? `${Math.round(seconds * 1e3)} ms` :
 
 function Stats({ stats, finish }) {
   if (!stats) return finish && html`<p class="stats">${finish}</p>`;
+  const all = stats.answers > 1 ? ` of all ${stats.answers} answers` : "";
   const parts = [
-    stats.rate && `${stats.rate.toFixed(1)} tokens/s`,
+    stats.rate && `${stats.rate.toFixed(1)} tokens/s${all}`,
     `first token after ${duration(stats.firstToken)}`,
-    stats.tokens !== null && `${stats.tokens} tokens in ${duration(stats.seconds)}`,
+    stats.tokens !== null && `${stats.tokens} tokens${all} in ${duration(stats.seconds)}`,
     stats.prompt !== null && `prompt ${stats.prompt}${stats.cached ? `, ${stats.cached} of them cached` : ""}`,
     stats.drafted !== null && `${stats.drafted} drafted tokens accepted${stats.rejected ? `, ${stats.rejected} not` : ""}`,
     finish && finish !== "stop" && `ended by ${finish}`,

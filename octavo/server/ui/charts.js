@@ -80,9 +80,9 @@ export function Strip({ steps, budget, at, onPick }) {
   const words = last ? `The last of ${shown.length} steps computed ${last.decode} tokens of decodes and ${last.prefill} of prompts in ${(1e3 * last.seconds).toFixed(1)} ms.` : "No step yet.";
   const wide = { width: `${width}px` };
   return html`<div class="strip" ref=${box}>
-    <p class="chart-title">Tokens of a step <span class="key key-decode"></span>decode <span class="key key-prefill"></span>prompts <span class="quiet">up to ${mostTokens}, budget ${budget}</span></p>
+    <p class="chart-title">Tokens of a step <span class="name"><span class="key key-decode"></span>decode</span> <span class="name"><span class="key key-prefill"></span>prompts</span> <span class="quiet">up to ${mostTokens}, budget ${budget}</span></p>
     <canvas ref=${tokens} height="90" style=${{ ...wide, height: "90px" }} role="img" aria-label=${`Tokens of the last steps. ${words}`} onClick=${pick}></canvas>
-    <p class="chart-title">Time of a step <span class="key key-kernels"></span>${timed ? "in kernels" : "in the worker"} <span class="key key-outside"></span>outside <span class="quiet">up to ${(1e3 * slowest).toFixed(1)} ms</span></p>
+    <p class="chart-title">Time of a step <span class="name"><span class="key key-kernels"></span>${timed ? "in kernels" : "in the worker"}</span> <span class="name"><span class="key key-outside"></span>outside</span> <span class="quiet">up to ${(1e3 * slowest).toFixed(1)} ms</span></p>
     <canvas ref=${seconds} height="70" style=${{ ...wide, height: "70px" }} role="img" aria-label="Times of the last steps" onClick=${pick}></canvas>
   </div>`;
 }

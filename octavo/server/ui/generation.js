@@ -9,7 +9,7 @@ const emptyAnswer = () => ({ text: "", thoughts: "", calls: [], tokens: [], runn
 export async function generate(kind, body, onChange, signal) {
   const start = performance.now();
   const answers = Array.from({ length: body.use_beam_search ? body.n || body.best_of || 1 : body.n || 1 }, emptyAnswer);
-  const times = { first: null, last: null, usage: null };
+  const times = { usage: null, each: answers.map(() => ({ first: null, last: null })) };
   const show = frame(() => onChange(answers.map((answer) => ({ ...answer }))));
   try {
     const response = await request(routeOf(kind), { method: "POST", body: payloadOf(body), signal });
@@ -23,8 +23,7 @@ export async function generate(kind, body, onChange, signal) {
     }
   }
   show.cancel();
-  const stats = statsOf(start, times);
-  return answers.map((answer) => ({ ...answer, running: false, stats }));
+  return answers.map((answer, i) => ({ ...answer, running: false, stats: statsOf(start, times, i) }));
 }
 
 /** Takes the parts of a stream. Throws an Error, also where it ends before the answers do. */
@@ -52,14 +51,16 @@ async function readText(response) {
   return response.headers.get("content-type").startsWith("application/json") ? JSON.stringify(JSON.parse(text), null, 2) : text;
 }
 
-function arrived(times) {
-  times.last = performance.now();
-  times.first ??= times.last;
+/** Something of an answer has come. */
+function arrived(times, index) {
+  const one = (times.each[index] ??= { first: null, last: null });
+  one.last = performance.now();
+  one.first ??= one.last;
 }
 
 /** An event of a transcription; whether it is the last. */
 function takeTranscript(answer, { type, delta, text }, times) {
-  arrived(times);
+  arrived(times, 0);
   const isLast = type === "transcript.text.done";
   answer.text = isLast ? text : answer.text + delta;
   if (isLast) answer.finish = "stop";
@@ -71,7 +72,7 @@ function take(answers, kind, choice, times) {
   const answer = answers[choice.index];
   const delta = kind === "chat" ? (choice.delta ?? {}) : { content: choice.text };
   const thoughts = delta.reasoning_content ?? delta.reasoning;
-  if (delta.content || thoughts || delta.tool_calls?.length) arrived(times);
+  if (delta.content || thoughts || delta.tool_calls?.length) arrived(times, choice.index);
   answer.text += delta.content ?? "";
   answer.thoughts += thoughts ?? "";
   for (const part of delta.tool_calls ?? []) {
@@ -93,14 +94,19 @@ function tokensOf(kind, logprobs) {
   return (logprobs.tokens ?? []).map((text, i) => ({ text, logprob: logprobs.token_logprobs[i], top: Object.entries(logprobs.top_logprobs?.[i] ?? {}) }));
 }
 
-function statsOf(start, { first, last, usage }) {
+/** The figures of an answer; what the server counts is of all answers of a request (`answers`) together. */
+function statsOf(start, { each, usage }, index) {
+  const { first } = each[index] ?? { first: null };
   if (first === null) return null;
+  const came = each.filter((one) => one.first !== null);
+  const [begin, end] = [Math.min(...came.map((one) => one.first)), Math.max(...came.map((one) => one.last))];
   const count = usage?.completion_tokens ?? usage?.output_tokens ?? null;
   const isSpeech = Boolean(usage?.output_tokens); // whose text comes in pieces of half a minute
   return {
+    answers: each.length,
     firstToken: (first - start) / 1e3,
-    seconds: (last - start) / 1e3,
-    rate: !isSpeech && count > 1 && last > first ? (count - 1) / ((last - first) / 1e3) : null,
+    seconds: (end - start) / 1e3,
+    rate: !isSpeech && count > each.length && end > begin ? (count - each.length) / ((end - begin) / 1e3) : null,
     tokens: count,
     prompt: usage?.prompt_tokens ?? null,
     cached: usage?.prompt_tokens_details?.cached_tokens ?? null,

@@ -47,7 +47,7 @@ const why = (other) => (other === null || other === undefined ? "as no block was
 
 /** The last changes, newest first. */
 export function Changes({ changes, left }) {
-  if (!changes.length) return html`<p class="quiet">Nothing was forked, copied, evicted, moved or preempted.</p>`;
+  if (!changes.length) return html`<p class="quiet">Nothing was forked, copied, evicted, moved or preempted since the engine is watched.</p>`;
   return html`<ol class="changes" reversed>${changes.map((change) => html`<li class=${`change-${change.kind}`}><span class="quiet">step ${change.step}</span> ${WORDS[change.kind]?.(change) ?? change.kind}</li>`)}</ol>
     ${left > 0 && html`<p class="quiet">${left} earlier ones are not listed.</p>`}`;
 }

@@ -110,6 +110,9 @@ function read(fields, typed) {
   return { values, wrong };
 }
 
+/** A name that may be broken behind its underscores. */
+const breakable = (name) => name.split("_").map((part, i) => (i ? html`_<wbr />${part}` : part));
+
 function Setting({ field, typed, wrong, onInput }) {
   const id = `setting-${field.name}`;
   const common = { id, "aria-describedby": `${id}-help`, "aria-invalid": wrong ? "true" : undefined };
@@ -124,7 +127,7 @@ function Setting({ field, typed, wrong, onInput }) {
     element = html`<input ...${common} type=${field.type === "number" ? "number" : "text"} step=${field.step} value=${typed} placeholder="default" onInput=${input} />`;
   }
   return html`<div class="setting">
-    <label for=${id}>${field.name}</label>${element}
+    <label for=${id}>${breakable(field.name)}</label>${element}
     <p class="help" id=${`${id}-help`}>${wrong && html`<strong class="error">This is no JSON. </strong>`}${field.help}</p>
   </div>`;
 }

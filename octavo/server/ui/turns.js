@@ -47,7 +47,7 @@ export function File({ file, onRemove }) {
   const url = useMemo(() => blob && URL.createObjectURL(blob), [blob]);
   useEffect(() => () => url && URL.revokeObjectURL(url), [url]);
   let shown = html`<p class="gone">No longer in this browser${type.startsWith("image/") ? ": the model does not get it again" : ""}.</p>`;
-  if (url && broken) shown = html`<p class="gone">This browser cannot show it.</p>`;
+  if (url && broken) shown = html`<p class="gone">This browser cannot ${type.startsWith("image/") ? "show" : "play"} it.</p>`;
   else if (url && type.startsWith("image/")) shown = html`<img src=${url} alt=${name} onError=${() => setBroken(true)} />`;
   else if (url) shown = html`<audio src=${url} controls aria-label=${name} onError=${() => setBroken(true)}></audio>`;
   return html`<figure class="file">${shown}<figcaption>${name} ${onRemove && html`<button type="button" class="small" onClick=${onRemove} aria-label=${`Remove ${name}`}>Remove</button>`}
