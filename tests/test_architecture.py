@@ -62,8 +62,8 @@ ONLY = {
 #: The modules that may import torch, lazily or not: two backends of kernels, what a GPU needs of a worker, connections
 #: between machines, and what compares or profiles with torch.
 WITH_TORCH = re.compile(
-    r"octavo\.(kernels\.(reference|torch_\w+|triton\.\w+)|runner\.(cuda|torch)_\w+|executor\.(external|torch_\w+)"
-    r"|lab\.bench\.gpu\w*|compat\.vllm\.\w+)"
+    r"octavo\.(kernels\.(reference|torch_\w+|triton\.\w+)|runner\.cuda_(device|sleep)"
+    r"|executor\.(external|torch_connections)|lab\.bench\.gpu\w*|compat\.vllm\.(batch_processors|pooling|profiling))"
 )
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -262,7 +262,7 @@ def test_an_import_upwards_is_noticed(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("octavo.engine.x", "from octavo.scheduler.scheduler import Scheduler"),
-        ("octavo.runner.cuda_x", "import torch"),
+        ("octavo.runner.cuda_device", "import torch"),
         ("octavo.scheduler.x", "from octavo.memory.block_manager import BlockManager"),
         ("octavo.memory.x", "from . import block_pool\nfrom octavo.core.request import Sequence"),
     ],

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from octavo.core.parallel import ParallelLayout
 from octavo.executor.rank_connections import TIMEOUT
 from octavo.kernels import resolve_device
-from octavo.kernels.torch_communicator import TorchCommunicator
+from octavo.kernels.torch_communicator import TorchCommunicator, TorchLink
 from octavo.runner.ranks import Ranks
-from octavo.runner.torch_links import TorchLink
 
 _TIMEOUT = timedelta(seconds=TIMEOUT)
 

@@ -21,11 +21,6 @@ def torch_dtype(dtype: DType | str) -> torch.dtype:
     return _DTYPES[DType(dtype)]
 
 
-def engine_dtype(dtype: torch.dtype) -> DType:
-    """The engine's name of a type of torch."""
-    return _NAMES[dtype]
-
-
 def to_torch(values: np.ndarray) -> Tensor:
     """A tensor over the array's memory, which must not be written if the array's must not."""
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Collectives of ``torch.distributed``."""
+"""Collectives of ``torch.distributed``, and links between pipeline stages."""
 
 from __future__ import annotations
 
@@ -34,6 +34,22 @@ class TorchCommunicator:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         torch.distributed.all_gather(parts, x, group=self._group)
         return parts
+
+
+class TorchLink:
+    """A link of ``torch.distributed``, between any two processes."""
+
+    def __init__(self, peer: int) -> None:
+        """``peer`` is the global rank at the other end."""
+        self._peer = peer
+
+    def send(self, x: Any) -> None:
+        """See ``StageLink``."""
+        torch.distributed.send(torch.as_tensor(x).contiguous(), self._peer)
+
+    def receive(self, x: Any) -> None:
+        """See ``StageLink``."""
+        torch.distributed.recv(torch.as_tensor(x), self._peer)
 
 
 def sum_as_tree(parts: Sequence[Tensor]) -> Tensor:

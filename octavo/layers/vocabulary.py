@@ -19,11 +19,10 @@ from octavo.layers.lora import LoraLayer, LoraMatrices
 class _VocabularyShare(Layer):
     """This rank's rows of a table [vocab, E]; all ranks have equally many, those past the vocabulary are zero."""
 
-    def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, context: LayerContext, vocab_size: int) -> None:
         super().__init__()
         self.kernels = context.kernels
         self._context = context
-        self._hidden_size = hidden_size
         rows = -(-vocab_size // context.tp_size)
         self.rows = rows
         self.start = min(context.tp_rank * rows, vocab_size)
@@ -54,7 +53,7 @@ class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
     low_rank: LowRankEmbedding | None = None
 
     def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
-        super().__init__(context, vocab_size, hidden_size)
+        super().__init__(context, vocab_size)
         self.scale = 1.0
         self.expected["weight"] = (vocab_size, hidden_size)
         self.holds.append(Weight("weight", (self.rows, hidden_size), "embedding", context.dtype))
@@ -147,7 +146,7 @@ class ParallelLMHead(_VocabularyShare, LoraLayer):
         bias: bool = False,
     ) -> None:
         """A ``bias`` is the head's own, whether the matrix is tied or not."""
-        super().__init__(context, vocab_size, hidden_size)
+        super().__init__(context, vocab_size)
         self.packed: PackedWeight
         self._placed: tuple[np.ndarray | None, np.ndarray | QuantizedRows] | None = None
         self._bias: np.ndarray | None = None

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from octavo.core.plan import StepPlan
@@ -57,9 +56,9 @@ class StreamedCacheEngine(CacheEngine):
         block_bytes: Sequence[int],
         num_blocks: Sequence[int],
         num_host_blocks: Sequence[int],
-        cuda: Any = torch.cuda,
+        cuda: Any,
     ) -> None:
-        """As ``CacheEngine``; ``cuda`` has ``Stream``, ``Event`` and their like: tests give another."""
+        """As ``CacheEngine``; ``cuda``: ``torch.cuda``; tests give another with ``Stream`` and ``Event``."""
         super().__init__(kernels, make, make_host, block_bytes, num_blocks, num_host_blocks)
         self._cuda = cuda
         self._stream = cuda.Stream()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -10,11 +11,11 @@ from octavo.core.config import EngineConfig
 from octavo.core.kv_groups import KVLayout
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import ForwardBatch
+from octavo.kernels.torch_memory import CudaMemory, in_use, measure_peak
+from octavo.kernels.torch_send import PinnedSend
 from octavo.layers.layer import Layer
 from octavo.runner import memory
 from octavo.runner.cuda_cache_engine import StreamedCacheEngine
-from octavo.runner.cuda_memory import CudaMemory, in_use, measure_peak
-from octavo.runner.cuda_send import PinnedSend
 from octavo.runner.cuda_sleep import put_to_sleep
 from octavo.runner.cuda_timers import CudaTimers
 from octavo.runner.device import Device, ProfiledStep, WeightsAway
@@ -28,14 +29,14 @@ class CudaDevice(Device):
     """A GPU: has memory of its own, and computes what is queued while the host goes on."""
 
     name = "cuda"
-    cache_engine = StreamedCacheEngine
+    cache_engine = staticmethod(partial(StreamedCacheEngine, cuda=torch.cuda))
 
     def __init__(self, options: EngineConfig, config: ModelConfig, share: WorkerShare) -> None:
         super().__init__(options, config, share)
         device = torch.device("cuda")
         self._memory = CudaMemory(device)
         self._send = PinnedSend(device)
-        self._timers = CudaTimers()
+        self._timers = CudaTimers(torch.cuda)
 
     def free_memory(self) -> int:
         """As the driver and torch count it."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 
 class CudaTimers:
     """Times steps by events on the current stream."""
 
-    def __init__(self, cuda: Any = torch.cuda) -> None:
-        """``cuda`` has ``Event``; tests give another."""
+    def __init__(self, cuda: Any) -> None:
+        """``cuda``: ``torch.cuda``; tests give another with its ``Event``."""
         self._cuda = cuda
         self._last_end: Any = None
 

@@ -56,7 +56,7 @@ class Device(ABC):
     kernels: Kernels
 
     #: What moves blocks on the device, and to the host and back.
-    cache_engine: type[CacheEngine]
+    cache_engine: Callable[..., CacheEngine]
 
     def __init__(self, options: EngineConfig, config: ModelConfig, share: WorkerShare) -> None:
         """``share`` is the worker's of its machine."""

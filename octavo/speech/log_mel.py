@@ -16,7 +16,6 @@ HOP = 160
 WINDOW_SECONDS = 30
 WINDOW_SAMPLES = WINDOW_SECONDS * SAMPLE_RATE
 WINDOW_FRAMES = WINDOW_SAMPLES // HOP
-FRAMES_PER_SECOND = SAMPLE_RATE // HOP
 #: Frames that are transformed at once, so that they stay in a cache.
 _CHUNK = 256
 #: The least power of which a logarithm is taken.

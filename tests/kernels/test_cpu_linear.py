@@ -23,8 +23,9 @@ _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built"
 from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
 from octavo.kernels.cpu.linear import CpuDenseWeight  # noqa: E402
 from octavo.kernels.cpu_limits import measure_cpu  # noqa: E402
-from octavo.kernels.torch_arrays import engine_dtype, from_torch  # noqa: E402
+from octavo.kernels.torch_arrays import from_torch  # noqa: E402
 from tests.busy_machine import once_in_three  # noqa: E402
+from tests.torch_types import engine_dtype  # noqa: E402
 
 DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}
 EPS = 2.0**-24

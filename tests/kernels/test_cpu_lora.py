@@ -14,7 +14,6 @@ from torch import Tensor
 from octavo.core.dtypes import DType
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
-from octavo.kernels.cpu.collectives import SharedMemoryCommunicator  # noqa: E402
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput  # noqa: E402
 from octavo.kernels.lora import LowRankShape  # noqa: E402
 from octavo.kernels.packed_weight import Activation  # noqa: E402
@@ -24,6 +23,7 @@ from octavo.layers.linear import RowParallelLinear  # noqa: E402
 from tests.busy_machine import PATIENCE  # noqa: E402
 from tests.kernels import torch_facade  # noqa: E402
 from tests.lora_cases import Adapter, exact, make_adapter, random  # noqa: E402
+from tests.thread_groups import thread_group  # noqa: E402
 
 DTYPES = [DType.FLOAT32, DType.BFLOAT16]
 OUTPUTS = [40, 16, 23]
@@ -244,7 +244,7 @@ def test_two_ranks_add_up_to_one() -> None:
     weight, x, residual = random(48, 64), random(9, 64, seed=1), random(9, 48, seed=2)
     adapter = {"": (random(8, 64, seed=3).numpy(), random(48, 8, seed=4).numpy())}
     slots = [row % 3 - 1 for row in range(9)]
-    groups = SharedMemoryCommunicator.of_threads(2, timeout=PATIENCE)
+    groups = thread_group(2, timeout=PATIENCE)
     every = [make_kernels(1) for _ in range(3)]
 
     def rank(index: int, size: int) -> Tensor:

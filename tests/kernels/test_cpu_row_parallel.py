@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
-from octavo.kernels.cpu.collectives import SharedMemoryCommunicator  # noqa: E402
-from octavo.kernels.torch_arrays import engine_dtype, from_torch  # noqa: E402
+from octavo.kernels.torch_arrays import from_torch  # noqa: E402
 from octavo.kernels.torch_communicator import sum_as_tree  # noqa: E402
 from octavo.layers.context import LayerContext  # noqa: E402
 from octavo.layers.linear import RowParallelLinear  # noqa: E402
 from tests.busy_machine import PATIENCE  # noqa: E402
 from tests.kernels import torch_facade  # noqa: E402
+from tests.thread_groups import thread_group  # noqa: E402
+from tests.torch_types import engine_dtype  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = 70
@@ -48,7 +49,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 def results(size: int, dtype: torch.dtype, weight: Tensor, bias: Tensor | None, x: Tensor, add: Tensor) -> list[Tensor]:
     """For each number of rows the product of their first ones, then the product added to a residual."""
-    groups = SharedMemoryCommunicator.of_threads(size, timeout=PATIENCE) if size > 1 else [None]
+    groups = thread_group(size, timeout=PATIENCE) if size > 1 else [None]
     kernels = [make_kernels() for _ in range(size)]
 
     def rank(index: int) -> list[Tensor]:

@@ -24,6 +24,7 @@ CpuKernels: Any = importlib.import_module("octavo.kernels.cpu.backend").CpuKerne
 CpuArray: Any = importlib.import_module("octavo.kernels.cpu.array").CpuArray
 torch_facade: Any = importlib.import_module("tests.kernels.torch_facade")
 Communicator: Any = importlib.import_module("octavo.kernels.cpu.collectives").SharedMemoryCommunicator
+thread_group: Any = importlib.import_module("tests.thread_groups").thread_group
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +189,7 @@ def test_collectives_of_threads(size: int, slot_floats: int) -> None:
 
 
 def test_a_missing_rank_times_out() -> None:
-    first, _ = Communicator.of_threads(2, timeout=0.05)
+    first, _ = thread_group(2, timeout=0.05)
     with pytest.raises(RuntimeError, match="rank 1 of 2 has not come"):
         first.all_reduce(np.ones((1, 3), np.float32))
 
@@ -199,7 +200,7 @@ def run_once(replay: Forward, ids: Tensor) -> Tensor:
 
 def test_collectives_are_part_of_a_recorded_step() -> None:
     table = torch.randn(12, 8)
-    groups = Communicator.of_threads(2)
+    groups = thread_group(2)
     replays = []
     for rank, group in enumerate(groups):
         kernels = make_kernels()

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.gguf_rows import GGUFRows
-from octavo.kernels.torch_arrays import engine_dtype, from_torch
+from octavo.kernels.torch_arrays import from_torch
 from octavo.layers.context import LayerContext
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
+from tests.torch_types import engine_dtype
 
 pytest.importorskip("octavo._cpu")
 torch_facade: Any = importlib.import_module("tests.kernels.torch_facade")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.kernels import torch_pinned
-from octavo.runner.cuda_send import PinnedSend
+from octavo.kernels.torch_send import PinnedSend
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.interface import Kernels
 from octavo.kernels.lora import Adapters, LowRank, LowRankEmbedding
 from octavo.kernels.packed_weight import PackedHeads, PackedWeight
-from octavo.kernels.torch_arrays import engine_dtype, from_torch, to_torch
+from octavo.kernels.torch_arrays import from_torch, to_torch
+from tests.torch_types import engine_dtype
 
 #: By where the memory of a tensor begins: the array that the tensor was made of, and what keeps the memory.
 _ARRAYS: weakref.WeakValueDictionary[int, CpuArray] = weakref.WeakValueDictionary()

@@ -12,10 +12,10 @@ import transformers
 from gguf import GGMLQuantizationType as Q
 
 from octavo.core.errors import OctavoError, TokenizerError, UnsupportedModelError, WeightError
-from octavo.kernels.torch_arrays import engine_dtype
 from octavo.loader.gguf_metadata import llama3_parameters
 from octavo.models.config_files import read_model_config
 from tests.loader.conftest import tensors_of, values_of, write_folder
+from tests.torch_types import engine_dtype
 
 KINDS = [
     Q.F32,

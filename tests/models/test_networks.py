@@ -23,7 +23,7 @@ from tests.busy_machine import PATIENCE
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
 CpuKernels: Any = importlib.import_module("octavo.kernels.cpu.backend").CpuKernels
-SharedMemoryCommunicator: Any = importlib.import_module("octavo.kernels.cpu.collectives").SharedMemoryCommunicator
+thread_group: Any = importlib.import_module("tests.thread_groups").thread_group
 
 SMALL = {
     "vocab_size": 101,
@@ -131,7 +131,7 @@ def test_bfloat16_is_near_float32(save_model: Callable[..., Any], tmp_path: Path
 
 def tensor_parallel_logits(folder: Path, driver: Any, size: int, dtype: DType) -> Tensor:
     """Those of ranks that are threads, in recorded steps of 13 tokens and then 1 each; of all ranks the same bits."""
-    groups = SharedMemoryCommunicator.of_threads(size, timeout=PATIENCE) if size > 1 else [None]
+    groups = thread_group(size, timeout=PATIENCE) if size > 1 else [None]
     kernels = [CpuKernels() for _ in range(size)]
     _cpu.set_threads(1)  # ranks that are threads of one process cannot share the pool of threads
 

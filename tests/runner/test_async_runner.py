@@ -20,8 +20,8 @@ from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.forward_batch import ForwardBatch, ForwardOutput
 from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.torch_send import PinnedSend
 from octavo.models.config_files import read_model_config
-from octavo.runner.cuda_send import PinnedSend
 from octavo.runner.device_batch import SampledTokens, to_device
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.loaded_model import LoadedModel

@@ -22,12 +22,12 @@ from octavo.core.kv_spec import group_layers
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, padding_batch
 from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.torch_memory import CudaMemory, in_use, measure_peak
 from octavo.layers.context import LayerContext
 from octavo.loader.model import load_model
 from octavo.models.config_files import read_model_config
 from octavo.runner import memory
 from octavo.runner.cache_sizing import CacheSizing
-from octavo.runner.cuda_memory import CudaMemory, in_use, measure_peak
 from octavo.runner.loaded_model import LoadedModel
 from octavo.runner.memory import largest_step
 from octavo.runner.model_runner import ModelRunner

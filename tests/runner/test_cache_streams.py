@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from octavo.core.plan import StepPlan, TableChange
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.interface import Kernels
+from octavo.kernels.torch_send import PinnedSend
 from octavo.runner.cuda_cache_engine import StreamedCacheEngine
-from octavo.runner.cuda_send import PinnedSend
 from octavo.runner.cuda_timers import CudaTimers
 
 

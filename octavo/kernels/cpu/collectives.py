@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from typing import Any
 
 import numpy as np
@@ -35,12 +34,6 @@ class SharedMemoryCommunicator:
     def bytes_for(size: int, slot_floats: int = SLOT_FLOATS) -> int:
         """Bytes of shared memory for ``size`` ranks and ``all_gather`` of rows of at most ``slot_floats`` floats."""
         return int(cpu.Communicator.bytes_for(size, slot_floats))
-
-    @classmethod
-    def of_threads(cls, size: int, *, timeout: float = 60.0) -> list[SharedMemoryCommunicator]:
-        """The communicators of a group whose ranks are threads of this process."""
-        memory = mmap.mmap(-1, cls.bytes_for(size))
-        return [cls(memory, rank, size, timeout=timeout) for rank in range(size)]
 
     def all_reduce_op(self, x: CpuArray, bias: CpuArray | None = None, add: CpuArray | None = None) -> Any:
         """The operation that sums x [T, width] over the ranks in place, then adds bias [width] and add [T, width].

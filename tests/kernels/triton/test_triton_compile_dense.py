@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """Named calls of the public functions with the shapes of an 8B model."""
     from octavo.kernels.lora import LowRankShape
-    from octavo.kernels.torch_arrays import engine_dtype
     from octavo.kernels.triton import activation, embedding, experts, matmul, norm, quant, quantize
     from octavo.kernels.triton.backend import TritonKernels
+    from tests.torch_types import engine_dtype
 
     half = torch.bfloat16
     x = torch.empty(2048, 4096, dtype=half)
