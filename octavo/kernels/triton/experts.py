@@ -23,7 +23,7 @@ from octavo.kernels.packed_weight import PackedWeight
 from octavo.kernels.triton.activation import silu
 from octavo.kernels.triton.linear import TritonDenseWeight
 from octavo.kernels.triton.rounding import rounded
-from octavo.kernels.triton.tiles import dot
+from octavo.kernels.triton.tiles import gathered_product
 
 #: Rows of a tile, where an expert has few pairs, and where it has many.
 _FEW, _MANY = 16, 64
@@ -36,19 +36,6 @@ def _pairs_of_tile(pairs_ptr, experts_ptr, pairs, ROWS: tl.constexpr):
     tile = tl.program_id(0)
     pair = tl.load(pairs_ptr + tile * ROWS + tl.arange(0, ROWS))
     return tl.load(experts_ptr + tile), pair, pair < pairs
-
-
-@triton.jit
-def _tile_product(
-    x_ptrs, weight_ptrs, inside, k, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
-):
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, depth, DEPTH):
-        left = k < depth - start
-        x = tl.load(x_ptrs + start, inside[:, None] & left[None, :], other=0.0)
-        weight = tl.load(weight_ptrs + start, left[:, None], other=0.0)
-        total = dot(x, weight, total)
-    return total
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -75,9 +62,9 @@ def _gate_up_kernel(
         x_ptrs = x_ptr + (pair // slots).to(tl.int64)[:, None] * x_stride + k[None, :]
         row = expert.to(tl.int64) * 2 * inner + tl.minimum(column, inner - 1)
         gate_ptrs = weight_ptr + row[None, :] * depth + k[:, None]
-        gate = _tile_product(x_ptrs, gate_ptrs, inside, k, depth, ROWS, COLUMNS, DEPTH)
+        gate = gathered_product(x_ptrs, gate_ptrs, inside, k, 0, depth, depth, ROWS, COLUMNS, DEPTH)
         up_ptrs = gate_ptrs + inner.to(tl.int64) * depth
-        up = _tile_product(x_ptrs, up_ptrs, inside, k, depth, ROWS, COLUMNS, DEPTH)
+        up = gathered_product(x_ptrs, up_ptrs, inside, k, 0, depth, depth, ROWS, COLUMNS, DEPTH)
         out = rounded(silu(gate) * up, hidden_ptr.dtype.element_ty)
         place = pair.to(tl.int64)[:, None] * inner + column[None, :]
         tl.store(hidden_ptr + place, out, inside[:, None] & (column < inner)[None, :])
@@ -106,7 +93,7 @@ def _down_kernel(
         hidden_ptrs = hidden_ptr + pair.to(tl.int64)[:, None] * depth + k[None, :]
         row = expert.to(tl.int64) * columns + tl.minimum(column, columns - 1)
         weight_ptrs = weight_ptr + row[None, :] * depth + k[:, None]
-        total = _tile_product(hidden_ptrs, weight_ptrs, inside, k, depth, ROWS, COLUMNS, DEPTH)
+        total = gathered_product(hidden_ptrs, weight_ptrs, inside, k, 0, depth, depth, ROWS, COLUMNS, DEPTH)
         total *= tl.load(scales_ptr + pair, inside, other=0.0)[:, None]
         place = pair.to(tl.int64)[:, None] * columns + column[None, :]
         tl.store(out_ptr + place, total, inside[:, None] & (column < columns)[None, :])

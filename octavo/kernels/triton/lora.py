@@ -24,7 +24,7 @@ from octavo.kernels.torch_lora import TorchAdapters
 from octavo.kernels.triton.experts import sort_pairs
 from octavo.kernels.triton.lora_adapter import TritonAdapter, pad, rank_blocks
 from octavo.kernels.triton.rounding import rounded
-from octavo.kernels.triton.tiles import dot
+from octavo.kernels.triton.tiles import dot, gathered_product
 
 #: Rows of a tile where a slot has few, and where it has many.
 _FEW, _MANY = 16, 64
@@ -88,38 +88,19 @@ def _shrink_kernel(
         rank = (slot * PARTS + part).to(tl.int64) * RANK + start_rank + tl.arange(0, BLOCK)
         x_ptrs = x_ptr + place.to(tl.int64)[:, None] * x_stride + k[None, :]
         down_ptrs = down_ptr + rank[None, :] * depth + k[:, None]
+        first = 0
         if SPLIT:
-            total = _piece(x_ptrs, down_ptrs, inside, k, depth, tl.program_id(2) * PIECE, ROWS, BLOCK, DEPTH, PIECE)
-        else:
-            total = _piece(x_ptrs, down_ptrs, inside, k, depth, 0, ROWS, BLOCK, DEPTH, PIECE)
+            first = tl.program_id(2) * PIECE
+        end = tl.minimum(first + PIECE, depth)
+        total = gathered_product(x_ptrs, down_ptrs, inside, k, first, end, depth, ROWS, BLOCK, DEPTH)
+        if not SPLIT:
             for piece in range(1, PIECES):
-                total += _piece(x_ptrs, down_ptrs, inside, k, depth, piece * PIECE, ROWS, BLOCK, DEPTH, PIECE)
+                begin = piece * PIECE
+                end_of_piece = tl.minimum(begin + PIECE, depth)
+                total += gathered_product(x_ptrs, down_ptrs, inside, k, begin, end_of_piece, depth, ROWS, BLOCK, DEPTH)
         row = tl.program_id(2).to(tl.int64) * rows + place
         column = part * RANK + start_rank + tl.arange(0, BLOCK)
         tl.store(partial_ptr + row[:, None] * (PARTS * RANK) + column[None, :], total, inside[:, None])
-
-
-@triton.jit
-def _piece(
-    x_ptrs,
-    down_ptrs,
-    inside,
-    k,
-    depth,
-    first,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PIECE: tl.constexpr,
-):
-    """The product over inputs first to first + PIECE."""
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(first, tl.minimum(first + PIECE, depth), DEPTH):
-        left = k < depth - start
-        x = tl.load(x_ptrs + start, inside[:, None] & left[None, :], other=0.0)
-        down = tl.load(down_ptrs + start, left[:, None], other=0.0)
-        total = dot(x, down, total)
-    return total
 
 
 @triton.jit(do_not_specialize=["rows"])

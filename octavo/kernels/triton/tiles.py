@@ -46,6 +46,23 @@ def dot_of_columns(a, b, total):
 
 
 @triton.jit
+def gathered_product(
+    x_ptrs, weight_ptrs, inside, k, begin, end, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+):
+    """Rows x [ROWS], which lie anywhere, by weights [COLUMNS], over inputs ``begin .. end - 1``: float32, from zero.
+
+    Pointers are those to the inputs ``k``, 0 to DEPTH - 1; rows that are not ``inside`` are zero.
+    """
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(begin, end, DEPTH):
+        left = k < depth - start
+        x = tl.load(x_ptrs + start, inside[:, None] & left[None, :], other=0.0)
+        weight = tl.load(weight_ptrs + start, left[:, None], other=0.0)
+        total = dot(x, weight, total)
+    return total
+
+
+@triton.jit
 def tile_place(tile, row_tiles, column_tiles):
     """(row of tiles, column of tiles): bands of BAND rows, each from left to right, top to bottom within."""
     in_band = BAND * column_tiles
