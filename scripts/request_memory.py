@@ -14,7 +14,7 @@ from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import RequestOutputKind
 from octavo.engine.front_end import FrontEnd
 from octavo.engine.model_files import find_files
-from octavo.engine.output_processor import RequestState
+from octavo.engine.request_state import RequestState
 
 
 def held() -> int:

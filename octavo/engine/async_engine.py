@@ -31,9 +31,9 @@ from octavo.engine.front_end import FrontEnd, Params
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.migration import Migration
 from octavo.engine.model_files import check_classes, find_model
-from octavo.engine.output_processor import RequestState
 from octavo.engine.placement import CORE_ENDED
 from octavo.engine.replicas import Replicas
+from octavo.engine.request_state import RequestState
 from octavo.engine.request_stream import QueuedTokens, RequestStream
 from octavo.engine.shared_prefixes import SharedPrefix
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers

@@ -21,8 +21,9 @@ from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.adapter_registry import make_registry
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.model_files import ModelFiles
-from octavo.engine.output_processor import OutputProcessor, RequestState
+from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.pooling_inputs import PoolingInputs
+from octavo.engine.request_state import RequestState
 from octavo.engine.shared_prefixes import SharedPrefixes
 
 if TYPE_CHECKING:

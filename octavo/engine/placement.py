@@ -8,8 +8,8 @@ from octavo.core.errors import EngineDeadError, InvalidRequestError
 from octavo.core.messages import Add, ToCore
 from octavo.core.progress import AdmissionStats
 from octavo.engine.blame import GUILTY, Blame
-from octavo.engine.output_processor import RequestState
 from octavo.engine.replica import OpenRequest, Replica
+from octavo.engine.request_state import RequestState
 from octavo.engine.router import Router
 
 #: Output tokens that a request without a limit is expected to take.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from octavo.core.pooling_outputs import Pooled, PoolingOutput, PoolingRequestOutput
 from octavo.core.request import Pool
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.output_processor import RequestState
+from octavo.engine.request_state import RequestState
 
 #: A request for a vector samples nothing.
 NO_SAMPLING = SamplingParams(max_tokens=0, seed=0, detokenize=False)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from octavo.engine.core_client import CoreClient
 from octavo.engine.core_starter import RestartLimit
-from octavo.engine.output_processor import RequestState
+from octavo.engine.request_state import RequestState
 
 #: "drained": it lives, and gets no requests. "dead": it is not started again.
 ReplicaStatus = Literal["starting", "ready", "drained", "dead"]

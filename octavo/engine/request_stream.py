@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from octavo.core.errors import OctavoError
 from octavo.core.outputs import RequestOutput
-from octavo.engine.output_processor import RequestState
+from octavo.engine.request_state import RequestState
 
 
 class RequestStream:

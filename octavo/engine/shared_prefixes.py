@@ -13,7 +13,7 @@ from octavo.core.request import SequenceStatus
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.input_processor import InputProcessor
-from octavo.engine.output_processor import RequestState
+from octavo.engine.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)
