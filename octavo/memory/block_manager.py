@@ -103,6 +103,8 @@ class BlockManager:
     @property
     def num_available(self) -> int:
         """Device blocks that can be allocated in each group: so many sequences may write one token each."""
+        if len(self.groups) == 1:
+            return self._first.device.num_available
         return min((group.device.num_available for group in self.groups), default=sys.maxsize)
 
     @property
@@ -220,12 +222,13 @@ class BlockManager:
     def _can_grow(self, writes: list[Write]) -> bool:
         return all(group.can_grow(writes) for group in self.groups)
 
-    def spare_slots(self, num_tokens: int, *, several: bool = False) -> int:
-        """Slots behind so many tokens of a sequence that may be written without ``grow``: those of its last block.
+    def slots_end(self, num_tokens: int, num_new: int) -> int:
+        """How many tokens of a sequence that has written so many may be there before the next ``grow``.
 
-        None after ``several`` tokens at once where windows are: what they leave behind is to be freed first.
+        Those of its last block. Not so after several new ones where windows are: what they leave behind is to be freed
+        first.
         """
-        return 0 if several and self._windowed else -num_tokens % self.block_size
+        return num_tokens if num_new > 1 and self._windowed else num_tokens + -num_tokens % self.block_size
 
     def free_outside_windows(self, sequences: Iterable[tuple[int, int, int]]) -> None:
         """Frees what no later token reads; entries are (sequence id, tokens computed, first blocks that may be freed).

@@ -164,21 +164,21 @@ class KVGroup:
             return None
         new_blocks = self.cache.allocate(min(demand, self.device.num_available))
         copies_to_avoid = demand - len(new_blocks)
-        changes = []
+        size, tables, changes = self.block_size, self.tables, []
         for seq_id, num_computed, num_tokens in writes:
-            table = self.tables.get(seq_id)
+            table = tables.get(seq_id)
             if table is None:
                 table = self.new_table(seq_id)
-            changed = len(table)
-            index = num_computed // self.block_size
-            if index < changed and not self._may_write(table[index]):
+            changed = held = len(table)
+            index = num_computed // size
+            if index < held and not self._may_write(table[index]):
                 if copies_to_avoid and self._num_tables_with(table[index]) == 1:
                     self.cache.on_device.forget(table[index])
                     copies_to_avoid -= 1
                 else:
                     self._copy_block(table, index, new_blocks.pop())
                     changed = index
-            for _ in range(-(-num_tokens // self.block_size) - len(table)):
+            for _ in range(held * size, num_tokens, size):
                 table.append(new_blocks.pop())
             if changed < len(table):
                 changes.append(TableChange(seq_id, changed, table[changed:], self.number))

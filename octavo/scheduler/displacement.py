@@ -99,7 +99,7 @@ class _Room:
         self._needs = {g.group_id: blocks_still_needed(queues.blocks, g) for g in queues.prefilling}
         if options.batching == "mixed":
             decoding = (g for g in queues.running if not g.prefilling)
-            short = (g for g in decoding if len(g.seqs) > 1 or not g.seqs[0].free_slots)
+            short = (g for g in decoding if len(g.seqs) > 1 or g.seqs[0].num_computed >= g.seqs[0].slots_end)
             self._needs |= {g.group_id: _growth(queues, g) for g in short}
         #: The sum of those that stay.
         self._reserved = sum(self._needs.values(), BlocksNeeded())
@@ -140,6 +140,6 @@ def _growth(queues: Queues, group: SequenceGroup) -> BlocksNeeded:
     writes = [
         (s.seq_id, s.num_computed, s.num_computed + s.num_uncomputed)
         for s in group.seqs
-        if s.free_slots < s.num_uncomputed and not s.is_ending
+        if s.slots_end < s.num_computed + s.num_uncomputed and not s.is_ending
     ]
     return BlocksNeeded(exact=tuple(kv_group.demand(writes)[0] for kv_group in queues.blocks.groups))

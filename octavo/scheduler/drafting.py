@@ -94,7 +94,9 @@ class Drafting:
         """
         blocks = self._queues.blocks
         short = [
-            (s.seq_id, s.num_computed, s.num_computed + 1 + len(t)) for s, t in step.drafted if s.free_slots < len(t)
+            (s.seq_id, s.num_computed, s.num_computed + 1 + len(t))
+            for s, t in step.drafted
+            if s.slots_end < s.num_computed + 1 + len(t)
         ]
         lacking = set()
         if short:
@@ -112,7 +114,7 @@ class Drafting:
             step.decodes += [seq for seq, _ in step.drafted if seq.seq_id in lacking]
             step.drafted = [(seq, tokens) for seq, tokens in step.drafted if seq.seq_id not in lacking]
         for seq, _ in step.drafted:
-            seq.free_slots = 0  # until it is known how many are accepted
+            seq.slots_end = 0  # until it is known how many are accepted
 
     def observe(self, step: Step, result: StepResult) -> list[DraftStats]:
         """Tells the drafter of a step's result; the totals of each group that had drafts."""

@@ -30,8 +30,8 @@ class Sequence:
     index: int
     token_ids: list[int]
     num_computed: int = 0
-    #: Slots in its blocks that may be written without asking the block manager again.
-    free_slots: int = 0
+    #: So many of its tokens may be computed without asking the block manager for slots again.
+    slots_end: int = 0
     #: Whether the workers hold this sequence.
     on_workers: bool = False
     #: While the workers do not hold it: the sequence that they can fork to make it.

@@ -125,7 +125,8 @@ class Preparations:
     def place_pinned(self) -> None:
         """Gives pinned things the slots that they lack."""
         for pool in self.pools.values():
-            pool.place_pinned()
+            if pool.unready_pins:
+                pool.place_pinned()
 
     # --- what is begun ----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from octavo.scheduler.preparation_pool import PreparationState, Prepared
 from octavo.scheduler.preparations import Preparations
 from octavo.scheduler.prepared_queue import PreparedQueue
 from octavo.scheduler.resumption import resume
+from octavo.scheduler.steady import SteadyDecodes
 from octavo.speculation.speculator import Speculator
 
 
@@ -54,6 +55,7 @@ class Queues:
         preparations.connect(self.not_running, self.order, self._on_change)
         self.running: list[SequenceGroup] = []
         self.prefilling: list[SequenceGroup] = []
+        self.steady = SteadyDecodes()
         self.num_running_seqs = 0
         #: No running group that is not urgent arrived before; it may have ended since.
         self._earliest_running = math.inf
@@ -61,6 +63,8 @@ class Queues:
         self.num_drafted_groups = 0
         self.groups: dict[int, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
+        #: Sequences that were among these and have ended.
+        self.num_ended = 0
         #: Sequences and contexts that the workers must forget.
         self.forget: list[int] = []
         #: Running sequences that the workers may not hold yet.
@@ -170,8 +174,11 @@ class Queues:
         if limit is not None and not self._by_arrival and now - self._earliest_running > limit:
             changed = self._find_aged(now) or changed
         if changed:
+            before = self.running.copy()
             self.running.sort(key=self.order)
             self.prefilling.sort(key=self.order)
+            if self.running != before:
+                self.steady.restart()
 
     def _find_aged(self, now: float) -> bool:
         """Marks the running groups that have become urgent; whether there are any."""
@@ -212,7 +219,7 @@ class Queues:
                 self.forget.append(seq.seq_id)
             seq.on_workers = False
             seq.fork_of = None
-            seq.free_slots = 0
+            seq.slots_end = 0
         self._forget_context(group)
         _set_status(group, status)
         self.policy.on_preempt(group)
@@ -236,7 +243,7 @@ class Queues:
         child.num_computed = parent.num_computed
         child.status = SequenceStatus.RUNNING
         self.blocks.fork(parent.seq_id, child.seq_id)
-        child.free_slots = parent.free_slots = 0  # before the next write the block manager checks for a shared block
+        child.slots_end = parent.slots_end = 0  # before the next write the block manager checks for a shared block
         self.sequences[child.seq_id] = child
         return child
 
@@ -310,6 +317,7 @@ class Queues:
             seq.on_workers = False
         self.blocks.free(seq.seq_id)
         del self.sequences[seq.seq_id]
+        self.num_ended += 1
 
     def _forget_context(self, group: SequenceGroup) -> None:
         if group.cross is not None and group.cross.on_workers:
@@ -318,10 +326,9 @@ class Queues:
 
     def _leave_running(self, group: SequenceGroup) -> None:
         # A preempted group is most often the last; an ended one may be anywhere.
-        if self.running[-1] is group:
-            self.running.pop()
-        else:
-            self.running.remove(group)
+        position = len(self.running) - 1 if self.running[-1] is group else self.running.index(group)
+        del self.running[position]
+        self.steady.leave(position, group)
         if group.prefilling:
             self.prefilling.remove(group)
         self.num_running_seqs -= group.num_seqs
@@ -331,6 +338,7 @@ class Queues:
             groups.append(group)
         else:
             bisect.insort(groups, group, key=self.order)
+            self.steady.restart()
 
 
 def _set_status(group: SequenceGroup, status: SequenceStatus) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from octavo.core.config import SchedulerOptions
 from octavo.core.request import SequenceStatus
 from octavo.scheduler.groups import SequenceGroup
@@ -35,17 +37,19 @@ class Running:
         exceeding = []
         most_decodes = -(-queues.num_running_seqs // self._num_stages)
         # Decodes whose slots are allocated together, as there is a block for each of them, whatever it writes into.
-        together: Chunks = []
         available = queues.blocks.num_available
-        for position, group in enumerate(running, 1):  # those that are preempted are behind it, or it is the last
+        first, without_slots = self._begin_steady(available)
+        decodes += queues.steady.columns.seqs
+        together: Chunks = [(decodes[position], 1) for position in without_slots]
+        # Those that are preempted are behind the one that is looked at, or it is the last.
+        for position, group in enumerate(itertools.islice(running, first, None), first + 1):
             seqs = group.seqs
             seq = seqs[0]
             if group.prefilling:
                 work = chunks.get(group.group_id)
                 if work is None:
                     continue
-            elif seq.free_slots and len(seqs) == 1:  # the common case: one more token in its last block
-                seq.free_slots -= 1
+            elif seq.num_computed < seq.slots_end and len(seqs) == 1:  # one more token in its last block
                 decodes.append(seq)
                 continue
             elif seq.is_ending or group.awaits_result or len(decodes) >= most_decodes:
@@ -72,7 +76,38 @@ class Running:
                 self._preemption.preempt(group, step)
             available = queues.blocks.num_available
         self._allocate_together(together, step)
+        if first:
+            self._schedule_steady(without_slots, step)
         return exceeding
+
+    def _begin_steady(self, available: int) -> tuple[int, list[int]]:
+        """How many groups, from the first on, go on as in the step before, and where those are that need a block.
+
+        If fewer blocks are available, no group does: one may have to preempt others.
+        """
+        steady = self._queues.steady
+        steady.extend(self._queues.running)
+        without_slots = steady.without_slots()
+        if len(without_slots) > available:
+            steady.restart()
+            return 0, []
+        return steady.num_groups, without_slots
+
+    def _schedule_steady(self, without_slots: list[int], step: Step) -> None:
+        """Schedules the steady decodes, for which there are slots; finds those that use their last one in the step.
+
+        These fill a block in it, or sample their last token.
+        """
+        size = self._queues.blocks.block_size
+        step.num_ended = self._queues.num_ended
+        step.steady, last = self._queues.steady.schedule(without_slots)
+        for position in last:
+            seq = step.steady.seqs[position]
+            computed = seq.num_computed + 1
+            if not computed % size:
+                step.filled.append((seq, computed))
+            if computed + 1 >= seq.max_length:
+                step.ending.append(position)
 
     def _decode(self, group: SequenceGroup, step: Step) -> Chunks:
         """The next token of each sequence of a group, and what a grammar has forced behind it."""

@@ -79,6 +79,7 @@ class Scheduler:
         self._results = Results(self.queues, max_model_len, self._drafting)
         self.preparations = self.queues.preparations
         self._num_stages, self._clock = num_stages, clock
+        self._budgets = options.token_budget, options.encoder_budget
         self._displaces = options.priority_preemption or self.queues.policy.preemptive
         self._in_flight: dict[int, Step] = {}
         self._pending_outputs: list[GroupOutput] = []
@@ -164,7 +165,7 @@ class Scheduler:
         """
         if self._in_flight and not self.can_run_ahead:
             raise RuntimeError(f"step {min(self._in_flight)} is in flight and its result is needed first")
-        step = Step(self._clock(), self.options.token_budget, self.options.encoder_budget)
+        step = Step(self._clock(), *self._budgets)
         drafting = self._drafting
         if drafting is None or (self._num_stages == 1 and not drafting.may_draft(self._in_flight)):
             drafting = None
@@ -273,7 +274,9 @@ class Scheduler:
 
     def _count_totals(self, step: Step, plan: StepPlan) -> None:
         stats = self._stats
-        stats.decode_tokens += len(step.decodes) + len(step.drafted) + sum(n for _, n in step.extended)
+        stats.decode_tokens += len(step.decodes) + len(step.drafted)
+        if step.extended:
+            stats.decode_tokens += sum(n for _, n in step.extended)
         stats.prefill_tokens += step.num_prompt_tokens
         stats.swapped_out_blocks += len(plan.blocks_to_swap_out)
         stats.swapped_in_blocks += len(plan.blocks_to_swap_in)

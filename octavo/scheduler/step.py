@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
 
 import msgspec
 
@@ -14,14 +14,15 @@ from octavo.memory.kv_group import BlocksNeeded
 from octavo.scheduler.cross_context import CrossContext
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.queues import Queues
+from octavo.scheduler.steady import Columns
 from octavo.speculation.drafter import BY_WORKER
 
 #: Tokens to compute of some sequences of one group.
 Chunks = list[tuple[Sequence, int]]
+_NO_COLUMNS = Columns()
 
 
-@dataclass(slots=True)
-class Step:
+class Step(msgspec.Struct, eq=False):
     """What is scheduled so far. A scheduled sequence has its blocks and keeps them until the step is done."""
 
     now: float
@@ -32,31 +33,36 @@ class Step:
     forced_budget: int = 0
     #: Whether drafts were proposed for it, as the results of all steps before it were known.
     may_draft: bool = False
-    decodes: list[Sequence] = field(default_factory=list)
+    decodes: list[Sequence] = []
+    #: The first of them, which go on as in the step before, and the positions of those that sample their last token.
+    steady: Columns = _NO_COLUMNS
+    ending: list[int] = []
+    #: How many sequences had ended before the step.
+    num_ended: int = 0
     #: Decodes with drafts behind their token.
-    drafted: list[tuple[Sequence, list[int]]] = field(default_factory=list)
+    drafted: list[tuple[Sequence, list[int]]] = []
     #: Decodes that compute the tokens which a grammar has forced, too.
-    extended: Chunks = field(default_factory=list)
-    prefills: Chunks = field(default_factory=list)
+    extended: Chunks = []
+    prefills: Chunks = []
     #: Sequences that fill blocks in this step, and how many of their tokens are computed after it.
-    filled: Chunks = field(default_factory=list)
+    filled: Chunks = []
     #: Groups with prefill chunks in this step.
-    prefill_groups: list[SequenceGroup] = field(default_factory=list)
+    prefill_groups: list[SequenceGroup] = []
     #: Those of them that end with this step: their prompt is computed and nothing is sampled.
-    completed: list[SequenceGroup] = field(default_factory=list)
-    table_changes: list[TableChange] = field(default_factory=list)
-    forks: list[Fork] = field(default_factory=list)
+    completed: list[SequenceGroup] = []
+    table_changes: list[TableChange] = []
+    forks: list[Fork] = []
     #: (child, parent): forked in this step; the child samples from the parent's logits.
-    forked_children: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    forked_children: list[tuple[Sequence, Sequence]] = []
     #: Groups whose encoder's output the workers learn of, and that of those of which it is computed in this step.
-    with_contexts: list[SequenceGroup] = field(default_factory=list)
-    encoded: list[CrossContext] = field(default_factory=list)
+    with_contexts: list[SequenceGroup] = []
+    encoded: list[CrossContext] = []
     #: Groups whose blocks this step moves to the host or back.
-    swapped_groups: list[SequenceGroup] = field(default_factory=list)
+    swapped_groups: list[SequenceGroup] = []
     #: Blocks that partly computed prompts still need; None until counted.
     reserved: BlocksNeeded | None = None
     #: Groups that were admitted, for the first time or again.
-    admitted: list[SequenceGroup] = field(default_factory=list)
+    admitted: list[SequenceGroup] = []
     #: Whether running groups lacked blocks, so that some were preempted or wait: no group is admitted.
     blocked_on_memory: bool = False
     #: Whether a step in flight may end a running group, whose blocks are then free; None until it is asked.
@@ -122,7 +128,7 @@ def restore_sharing(queues: Queues, group: SequenceGroup) -> None:
             if queues.blocks.fork_prefix(earlier.seq_id, seq.seq_id, count):
                 seq.num_computed = count * queues.blocks.block_size
             seq.shared_prefix = None
-            seq.free_slots = 0
+            seq.slots_end = 0
             queues.new_seqs.append(seq)
 
 
@@ -141,7 +147,7 @@ def blocks_still_needed(blocks: BlockManager, group: SequenceGroup) -> BlocksNee
 def allocate_slots(queues: Queues, work: Chunks, step: Step) -> bool:
     """Allocates the blocks for the tokens of these sequences; False and no change if too few are free."""
     blocks = queues.blocks
-    short = [(seq, n) for seq, n in work if seq.free_slots < n]
+    short = [(seq, n) for seq, n in work if seq.num_computed + n > seq.slots_end]
     if short:
         writes = [(s.seq_id, s.num_computed, s.num_computed + n) for s, n in short]
         changes = blocks.grow(writes, lambda: _behind_windows(queues))
@@ -149,12 +155,10 @@ def allocate_slots(queues: Queues, work: Chunks, step: Step) -> bool:
             return False
         step.table_changes += changes
         for seq, n in short:
-            seq.free_slots = n
+            end = seq.num_computed + n
             if not seq.group.plans_on_results:  # else it comes here again before its next token
-                end = seq.num_computed + n
-                seq.free_slots += min(blocks.spare_slots(end, several=n > 1), seq.max_length - 1 - end)
-    for seq, n in work:
-        seq.free_slots -= n
+                end = min(blocks.slots_end(end, n), seq.max_length - 1)
+            seq.slots_end = end
     return True
 
 
@@ -200,16 +204,23 @@ def make_plan(queues: Queues, step: Step, number: int) -> StepPlan:
     moves = queues.blocks.take_moves()
     plan = StepPlan(step=number, blocks_to_swap_out=moves.swap_out, blocks_to_swap_in=moves.swap_in)
     plan.blocks_to_copy = moves.copy
+    _add_tokens(step, plan)
     if queues.new_seqs or queues.unsent_tokens:
-        several = step.drafted + step.extended + step.prefills
-        scheduled = {s.seq_id for s in step.decodes} | {s.seq_id for s, _ in several}
+        scheduled = set(plan.seq_ids)
         _add_new_sequences(queues, scheduled, plan)
         _add_new_tokens(queues, scheduled, plan)
-    _add_contexts(queues, step, plan)
+    if step.with_contexts:
+        _add_contexts(queues, step, plan)
     plan.forks += step.forks
     plan.forget, queues.forget = queues.forget, []
     plan.table_changes += step.table_changes
-    plan.seq_ids = [s.seq_id for s in step.decodes]
+    return plan
+
+
+def _add_tokens(step: Step, plan: StepPlan) -> None:
+    """Adds the scheduled sequences, and how many tokens of each are computed."""
+    plan.seq_ids = step.steady.seq_ids.copy()
+    plan.seq_ids += [s.seq_id for s in itertools.islice(step.decodes, len(plan.seq_ids), None)]
     plan.num_tokens = [1] * len(plan.seq_ids)
     for seq, drafts in step.drafted:
         plan.seq_ids.append(seq.seq_id)
@@ -222,16 +233,16 @@ def make_plan(queues: Queues, step: Step, number: int) -> StepPlan:
         if chunks:
             plan.seq_ids += [s.seq_id for s, _ in chunks]
             plan.num_tokens += [n for _, n in chunks]
-    return plan
 
 
 def advance(queues: Queues, step: Step) -> None:
     """Counts the tokens of a step as computed, as they are for every later plan."""
     size, filled = queues.blocks.block_size, step.filled
     for seq in step.decodes:
-        seq.num_computed = computed = seq.num_computed + 1
-        if not computed % size:
-            filled.append((seq, computed))
+        seq.num_computed += 1
+    for seq in itertools.islice(step.decodes, len(step.steady.seqs), None):
+        if not seq.num_computed % size:
+            filled.append((seq, seq.num_computed))
     for seq, drafts in step.drafted:
         seq.num_computed += 1 + len(drafts)
     for chunks in (step.extended, step.prefills):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -35,7 +35,7 @@ class Results:
                 group.cross.register(self._queues.blocks)
         outputs = EngineCoreOutputs([msgspec.structs.replace(group.totals) for group in step.admitted])
         beams: dict[int, SequenceGroup] = {}
-        ended = self._append_sampled(result, outputs, beams)
+        ended = self._append_sampled(step, result, outputs, beams)
         if step.drafted:
             self._resolve_drafts(step)
         if self._drafting is not None:
@@ -77,13 +77,13 @@ class Results:
         return SequenceStatus.FINISHED_LENGTH, None
 
     def _append_sampled(
-        self, result: StepResult, outputs: EngineCoreOutputs, beams: dict[int, SequenceGroup]
+        self, step: Step, result: StepResult, outputs: EngineCoreOutputs, beams: dict[int, SequenceGroup]
     ) -> list[Sequence]:
         """Appends sampled tokens; returns the sequences that finish, and adds groups of beams to ``beams``."""
         sequences, extras = self._queues.sequences, result.extras
         ended: list[Sequence] = []
         several = result.num_tokens or extras
-        for seq_id, new in _tokens_of(result) if several else self._append_one_each(result, outputs):
+        for seq_id, new in _tokens_of(result) if several else self._append_one_each(step, result, outputs):
             seq = sequences.get(seq_id)
             if seq is None:  # aborted while the step ran
                 continue
@@ -103,11 +103,14 @@ class Results:
                 ended.append(seq)
         return ended
 
-    def _append_one_each(self, result: StepResult, outputs: EngineCoreOutputs) -> list[tuple[int, list[int]]]:
+    def _append_one_each(
+        self, step: Step, result: StepResult, outputs: EngineCoreOutputs
+    ) -> list[tuple[int, list[int]]]:
         """Appends the token of each sequence that goes on after it: nearly all, nearly always. Returns the others."""
         find, others = self._queues.sequences.get, []
+        left = self._append_steady(step, result, outputs)
         add_group, add_index, add_token = outputs.group_ids.append, outputs.indexes.append, outputs.token_ids.append
-        for seq_id, token in zip(result.seq_ids, result.token_ids, strict=True):
+        for seq_id, token in left:
             seq = find(seq_id)
             if seq is None:
                 continue
@@ -120,6 +123,33 @@ class Results:
             else:
                 others.append((seq_id, [token]))
         return others
+
+    def _append_steady(self, step: Step, result: StepResult, outputs: EngineCoreOutputs) -> Iterable[tuple[int, int]]:
+        """Appends the tokens of the steady sequences that go on after them; returns the other sequences and tokens."""
+        columns, count = step.steady, len(step.steady.seq_ids)
+        if result.seq_ids[:count] != columns.seq_ids:
+            return zip(result.seq_ids, result.token_ids, strict=True)
+        tokens, apart = result.token_ids[:count], self._may_end(step, result.token_ids)
+        if apart:
+            columns = columns.copy()
+            for position in reversed(apart):
+                columns.remove(position)
+                del tokens[position]
+        for known, token in zip(columns.token_ids, tokens, strict=True):
+            known.append(token)
+        outputs.group_ids, outputs.indexes, outputs.token_ids = columns.group_ids.copy(), columns.indexes.copy(), tokens
+        others = zip(result.seq_ids[count:], result.token_ids[count:], strict=True)
+        return [*((result.seq_ids[i], result.token_ids[i]) for i in apart), *others] if apart else others
+
+    def _may_end(self, step: Step, tokens: list[int]) -> list[int]:
+        """Positions of the steady sequences that end with their tokens, or have ended while the step ran."""
+        columns, apart = step.steady, step.ending
+        if not columns.stop_token_ids.isdisjoint(tokens):
+            apart = [*apart, *(i for i, seq in enumerate(columns.seqs) if tokens[i] in seq.stop_token_ids)]
+        if self._queues.num_ended > step.num_ended:
+            unfinished = self._queues.sequences
+            apart = [*apart, *(i for i, seq_id in enumerate(columns.seq_ids) if seq_id not in unfinished)]
+        return sorted({*apart}) if apart else apart
 
     def _append_forced(self, result: StepResult, updates: list[SequenceOutput]) -> list[Sequence]:
         """Appends tokens that grammars force, which are not computed yet; returns the sequences that finish."""
@@ -134,8 +164,9 @@ class Results:
             if update.finish_reason is not None:
                 ended.append(seq)
             else:
-                seq.free_slots = 0  # so that its next step computes them together
+                seq.slots_end = 0  # so that its next step computes them together
                 self._queues.unsent_tokens.append((seq, len(forced)))
+                self._queues.steady.restart()
         return ended
 
     def _resolve_drafts(self, step: Step) -> None:
@@ -157,7 +188,7 @@ class Results:
             if (end - 1) // size > (computed - 1) // size:
                 blocks.shrink(seq_id, computed)
             if not group.plans_on_results:
-                seq.free_slots = min(blocks.spare_slots(computed, several=True), seq.max_length - 1 - computed)
+                seq.slots_end = min(blocks.slots_end(computed, 1 + len(drafts)), seq.max_length - 1)
 
     def _register_filled(self, step: Step) -> None:
         """Adds the blocks that the step has filled, whose token ids are all known, to the prefix cache.

@@ -800,6 +800,7 @@ def check_accounting(engine: Engine) -> None:
     refused = {u.group_id for u in engine.scheduler._pending_outputs}
     assert unfinished - refused == set(queues.groups), "a group was lost"
     check_preparations(queues)
+    check_steady(queues)
     running = {g.group_id for g in queues.running}
     assert len(running) == len(queues.running)
     tables = 0
@@ -838,6 +839,20 @@ def check_accounting(engine: Engine) -> None:
     assert tables == blocks.num_tables
     if not any(isinstance(pending, _Failed) for _, pending in engine.loop._in_flight):
         check_cache(engine)  # a step that failed to be submitted has moved nothing, which the cache is told later
+
+
+def check_steady(queues: Queues) -> None:
+    """What is kept of the first running groups is what they say, and their last slots are known."""
+    steady, columns = queues.steady, queues.steady.columns
+    groups = queues.running[: steady.num_groups]
+    assert all(len(g.seqs) == 1 and not (g.prefilling or g.drafts or g.plans_on_results) for g in groups)
+    seqs = [g.seqs[0] for g in groups if not g.seqs[0].is_ending]
+    assert columns.seqs == seqs and columns.seq_ids == [s.seq_id for s in seqs]
+    assert columns.group_ids == [s.group.group_id for s in seqs] and columns.indexes == [s.index for s in seqs]
+    assert all(known is seq.token_ids for known, seq in zip(columns.token_ids, seqs, strict=True))
+    assert columns.stop_token_ids >= frozenset().union(*(s.stop_token_ids for s in seqs))
+    slots = [(step - steady._step) % 256 for step in steady._last_steps]
+    assert slots == [max(0, s.slots_end - s.num_computed) for s in seqs], "their tests have less than 256 slots"
 
 
 def check_preparations(queues: Queues) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -33,6 +32,7 @@ from tests.scheduler.fake_worker import (
     print_of,
     tokens_alone,
 )
+from tests.scheduler.lines import lines_run_by
 
 BLOCK = 4
 EMBED = Pool(PoolingParams(task="embed"))
@@ -193,23 +193,6 @@ def test_a_group_is_preempted_and_resumed_whole_by_recompute_and_shares_its_prom
     assert len(tables) == 3
     assert len({tuple(table[:2]) for table in tables}) == 1
     finish(engine)
-
-
-def lines_run_by(call: Callable[[], object]) -> int:
-    """Lines of Python that a call executes: a measure of its work that no machine's speed changes."""
-    count = 0
-
-    def trace(frame: object, event: str, arg: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(None)
-    return count
 
 
 def test_finding_what_sequences_share_does_not_compare_their_tokens() -> None:
