@@ -94,20 +94,15 @@ class Running:
         return steady.num_groups, without_slots
 
     def _schedule_steady(self, without_slots: list[int], step: Step) -> None:
-        """Schedules the steady decodes, for which there are slots; finds those that use their last one in the step.
-
-        These fill a block in it, or sample their last token.
-        """
+        """Schedules the steady decodes, for which there are slots; finds those that fill a block in the step."""
         size = self._queues.blocks.block_size
         step.num_ended = self._queues.num_ended
-        step.steady, last = self._queues.steady.schedule(without_slots)
+        step.steady, last, step.ending = self._queues.steady.schedule(without_slots)
         for position in last:
             seq = step.steady.seqs[position]
             computed = seq.num_computed + 1
             if not computed % size:
                 step.filled.append((seq, computed))
-            if computed + 1 >= seq.max_length:
-                step.ending.append(position)
 
     def _decode(self, group: SequenceGroup, step: Step) -> Chunks:
         """The next token of each sequence of a group, and what a grammar has forced behind it."""

@@ -95,11 +95,11 @@ class SteadyDecodes:
         """Positions of those that have used their last slot, and of others that had more slots than a byte can say."""
         return self._with_last_step(self._step)
 
-    def schedule(self, without_slots: list[int]) -> tuple[Columns, list[int]]:
+    def schedule(self, without_slots: list[int]) -> tuple[Columns, list[int], list[int]]:
         """The next step computes a token of each, for which all have slots: those ``without_slots`` got new ones.
 
-        Returns the columns for that step, which must not be changed, and the positions of the sequences that use the
-        last of their slots in it. Those of them that sample their last token in it are not in later steps.
+        Returns the columns for that step, which must not be changed, the positions of the sequences that use the last
+        of their slots in it, and of those among them that sample their last token in it: these are in no later step.
         """
         columns = self.columns
         for position in without_slots:
@@ -107,10 +107,10 @@ class SteadyDecodes:
         self._step = (self._step + 1) % _NUMBERS
         self._shared = True
         last = self._with_last_step(self._step)
-        for position in reversed(last):
-            if columns.seqs[position].num_computed + 2 >= columns.seqs[position].max_length:
-                self._remove(position)
-        return columns, last
+        ending = [p for p in last if columns.seqs[p].num_computed + 2 >= columns.seqs[p].max_length]
+        for position in reversed(ending):
+            self._remove(position)
+        return columns, last, ending
 
     def _with_last_step(self, step: int) -> list[int]:
         """Positions of the sequences whose last slot is used by this step."""
