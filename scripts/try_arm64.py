@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if missing := [name for name in (COMPILER, EMULATOR, "apt-get", "dpkg") if shutil.which(name) is None]:
         print(
-            f"{', '.join(missing)}: not found; as root: apt install g++-{COMPILER[:-4]} qemu-user-static",
+            f"{', '.join(missing)}: not found; as root: apt install g++-aarch64-linux-gnu qemu-user-static",
             file=sys.stderr,
         )
         return 2

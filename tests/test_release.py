@@ -67,3 +67,24 @@ def test_the_seconds_of_the_first_ten_minutes_are_listed_with_their_sum() -> Non
         "   55.2 s  make demo",
         "   55.6 s  in all; the server said: Paris.",
     ]
+
+
+def test_arm64_is_not_tried_without_its_tools(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert script("try_arm64").main([]) == 2
+    said = capsys.readouterr().err
+    assert "aarch64-linux-gnu-g++" in said and "apt install g++-aarch64-linux-gnu qemu-user-static" in said
+
+
+def test_answers_of_other_processors_than_x86_have_a_record_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernels:
+        @staticmethod
+        def float_isa() -> str:
+            return "generic"
+
+    digests = script("answer_digests")
+    for machine, name in {"x86_64": "generic", "aarch64": "generic aarch64"}.items():
+        monkeypatch.setattr(digests.platform, "machine", lambda machine=machine: machine)
+        assert digests.record_name(Kernels) == name
