@@ -1,15 +1,15 @@
 """Digests of the demo model's outputs under many schedules, to check that a change keeps every bit.
 
     python scripts/answer_digests.py compare        # with tests/data/answer_digests.json; exit code 1 if any differs
-    python scripts/answer_digests.py record         # adds or replaces those of this machine's instruction set
-    python scripts/answer_digests.py compare --kinds int8 --schedules "one batch" --requests 0,4      # a part
+    python scripts/answer_digests.py record         # adds or replaces those that are named
 
-A digest covers the tokens, logprobs (every bit), ranks, finish reasons and scores of one request. Outputs of one kind
-(types of weights and cache) must also agree between all schedules. Digests are specific to an instruction set of
-floats, and the same with every one of integers; ``OCTAVO_CPU_ISA`` selects others than the machine's best. Of
-processors other than x86 the record's name is that of the set and of the machine (``generic aarch64``), as these fuse
+A digest covers the tokens, logprobs (every bit), ranks, finish reasons and scores of one request. Digests are specific
+to an instruction set of floats and a kind (types of weights and cache). They must be the same under all schedules, run
+with the best instruction set of integers, and those of quantised weights with every set of integers. All sets are taken
+that the kernels are built for and the processor runs, but generic, which takes 30 times as long and must be named.
+Of processors other than x86 the record's name is that of the set and of the machine ("generic aarch64"), as these fuse
 products with sums. The generic set compiled for x86 with ``-mfma`` does so too and gives the same bits in a hundredth
-of an emulator's time: ``--name`` records its digests under the other's name.
+of an emulator's time: ``--machine aarch64`` records and compares its digests under the other's name.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import argparse
 import hashlib
 import importlib
 import json
+import os
 import platform
 import random
 import struct
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "gguf": {"dtype": "bfloat16", "quantization": "gguf"},
 }
+QUANTISED = ("int8", "int4", "gguf")
 #: Schedules: engine options.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "one batch": {},
@@ -47,7 +50,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "swap": {"preemption_mode": "swap", "num_gpu_blocks_override": 30, "num_host_blocks_override": 100},
     "lcfs": {"scheduling_policy": "lcfs", "num_gpu_blocks_override": 30, "num_host_blocks_override": 40},
     "ahead": {"async_scheduling": True, "num_gpu_blocks_override": 40, "num_host_blocks_override": 100},
-    "no cache on one thread": {"enable_prefix_caching": False, "num_threads": 1},
+    "no cache, one thread": {"enable_prefix_caching": False, "num_threads": 1},
 }
 
 _RNG = random.Random(17)
@@ -103,73 +106,88 @@ def digest(output: RequestOutput) -> str:
     return found.hexdigest()[:16]
 
 
-def record_name(cpu: Any) -> str:
-    """Under which name the digests of this processor's kernels are recorded."""
-    machine = platform.machine()
-    return str(cpu.float_isa()) if machine in ("x86_64", "AMD64") else f"{cpu.float_isa()} {machine}"
-
-
-def run(kind: str, way: str, requests: list[int]) -> list[str]:
-    """The digests of these requests in one configuration."""
+def run(kind: str, way: str, sets: str, requests: Iterable[int] = range(len(PROMPTS))) -> list[str]:
+    """The digests of these requests in one configuration; ``sets`` is "FLOATS+INTEGERS"."""
     defaults: dict[str, Any] = {
         "num_gpu_blocks_override": 400,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 128,
         "watermark": 0.0,
     }
+    os.environ["OCTAVO_CPU_ISA"] = sets  # chosen when a model is loaded
     llm = LLM("smollm2-135m", kernels="cpu", max_model_len=256, **{**defaults, **KINDS[kind], **SCHEDULES[way]})
     prompts: list[Any] = [{"prompt_token_ids": PROMPTS[i]} for i in requests]
     outputs = llm.generate(prompts, [PARAMS[i] for i in requests], use_tqdm=False)
     preempted = sum(o.metrics.num_preemptions for o in outputs)
-    if len(requests) == len(PROMPTS) and SCHEDULES[way].get("num_gpu_blocks_override") and not preempted:
+    if len(prompts) == len(PROMPTS) and SCHEDULES[way].get("num_gpu_blocks_override") and not preempted:
         raise AssertionError(f"{kind}, {way}: nothing was preempted, so the run tests nothing")
     return [digest(output) for output in outputs]
 
 
-def report(what: str, found: dict[str, list[str]], wanted: list[str]) -> int:
-    """Prints for each schedule whether its digests are the first one's and those wanted; returns how many are not."""
-    failed = 0
-    first_way, first = next(iter(found.items()))
-    for way, digests in found.items():
-        differing = [i for i, (one, other) in enumerate(zip(digests, first, strict=True)) if one != other]
-        changed = [i for i, (one, old) in enumerate(zip(digests, wanted, strict=True)) if one != old]
-        failed += bool(differing or changed)
-        verdict = "same"
-        if differing or changed:
-            verdict = f"requests {differing} differ from {first_way}, {changed} from the record"
-        print(f"{what} {way:22} {len(digests)} requests: {verdict}", flush=True)
-    return failed
+def read() -> dict[str, dict[str, dict[int, str]]]:
+    """What is recorded: by instruction set of floats, kind and number of the request."""
+    found = json.loads(FILE.read_text()) if FILE.exists() else {}
+    return {
+        floats: {kind: {int(i): one for i, one in digests.items()} for kind, digests in kinds.items()}
+        for floats, kinds in found.items()
+    }
 
 
-def main() -> int:
+def record_name(floats: str, machine: str) -> str:
+    """Under which name the digests of a set of floats on such a machine are recorded."""
+    return floats if machine in ("x86_64", "AMD64") else f"{floats} {machine}"
+
+
+def runs(kind: str, schedules: list[str], integers: list[str]) -> Iterator[tuple[str, str]]:
+    """The schedules of a kind, each with a set of integers; that which all others are compared with comes first."""
+    yield from ((way, integers[0]) for way in schedules)
+    if kind in QUANTISED:
+        yield from ((schedules[0], other) for other in integers[1:])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    cpu: Any = importlib.import_module("octavo._cpu")  # compiled, without types
+    available = cpu.available_isas()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("compare", "record"))
-    parser.add_argument("--kinds", default=",".join(KINDS), help="a part of %(default)s")
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="a part of %(default)s")
-    parser.add_argument("--requests", metavar="NUMBERS", help=f"a part of those below {len(PROMPTS)}, of a comparison")
-    parser.add_argument("--name", help="the record's, instead of this machine's")
-    arguments = parser.parse_args()
-    if arguments.what == "record" and arguments.requests:
-        parser.error("all requests are recorded")
-    requests = [int(i) for i in arguments.requests.split(",")] if arguments.requests else [*range(len(PROMPTS))]
-    cpu: Any = importlib.import_module("octavo._cpu")  # compiled, without types
-    recorded: dict[str, dict[str, list[str]]] = json.loads(FILE.read_text()) if FILE.exists() else {}
-    failed = 0
-    for kind in arguments.kinds.split(","):
-        found = {way: run(kind, way, requests) for way in arguments.schedules.split(",")}
-        first = next(iter(found.values()))
-        name = arguments.name or record_name(cpu)  # the instruction set is chosen when a model is loaded
-        wanted = recorded.get(name, {}).get(kind, [])
-        if arguments.what == "compare" and not wanted:
-            print(f"nothing is recorded for {kind} on {name}; recorded: {', '.join(recorded)}", file=sys.stderr)
-            return 2
-        failed += report(
-            f"{cpu.isa():23} {kind:12}", found, [wanted[i] for i in requests] if arguments.what == "compare" else first
-        )
-        recorded.setdefault(name, {})[kind] = first
-    if arguments.what == "record" and not failed:
+    options = {
+        "kinds": list(KINDS),
+        "floats": available.floats[:-1] or available.floats,
+        "integers": available.integers[:-1] or available.integers,
+        "schedules": list(SCHEDULES),
+        "requests": [str(i) for i in range(len(PROMPTS))],
+    }
+    for name, values in options.items():
+        parser.add_argument(f"--{name}", type=lambda text: text.split(","), default=values, help=", ".join(values))
+    parser.add_argument("--machine", default=platform.machine(), help="whose record it is (%(default)s)")
+    chosen = parser.parse_args(arguments)
+    requests = [int(i) for i in chosen.requests]
+    recorded, failed = read(), False
+    for floats in chosen.floats:
+        record = record_name(floats, chosen.machine)
+        for kind in chosen.kinds:
+            wanted = recorded.get(record, {}).get(kind, {})
+            if chosen.what == "compare" and not wanted.keys() >= set(requests):
+                there_are = {name: list(kinds) for name, kinds in recorded.items()}
+                print(f"not all is recorded of {kind} on {record}; recorded is: {there_are}", file=sys.stderr)
+                return 2
+            first: dict[int, str] = {}
+            for way, integers in runs(kind, chosen.schedules, chosen.integers):
+                found = dict(zip(requests, run(kind, way, f"{floats}+{integers}", requests), strict=True))
+                first = first or found
+                differing = [i for i in requests if found[i] != first[i]]
+                changed = [i for i in requests if chosen.what == "compare" and found[i] != wanted[i]]
+                failed |= bool(differing or changed)
+                verdict = f"requests {differing} differ from the first run, {changed} from the record"
+                print(
+                    f"{floats + '+' + integers:24} {kind:11} {way:21} {len(requests)} requests: "
+                    f"{verdict if differing or changed else 'same'}",
+                    flush=True,
+                )
+            recorded.setdefault(record, {})[kind] = {**wanted, **first}
+    if chosen.what == "record" and not failed:
         FILE.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
-    return int(bool(failed))
+    return int(failed)
 
 
 if __name__ == "__main__":

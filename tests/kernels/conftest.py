@@ -34,20 +34,25 @@ def pytest_collection_modifyitems(items):
 
 @dataclass(frozen=True)
 class RebuiltKernels:
-    """Builds ``octavo._cpu`` in a folder, and runs the kernel tests with what was built."""
+    """Builds ``octavo._cpu`` in another way, and runs the kernel tests with what was built."""
 
     folder: Path
 
-    def build(self, *options: str) -> Path:
-        """Builds with these CMake options; returns the module's file. Skips where there is nothing to build with."""
+    def build(self, name: str, *options: str) -> Path:
+        """Builds with these CMake options; returns the module's file. Skips where there is nothing to build with.
+
+        What was built is kept in ``build/NAME-PYTHON``, so that the next time only what has changed is compiled.
+        """
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         for tool in ("g++", "cmake", "ninja"):
             if shutil.which(tool, path=path) is None:
                 pytest.skip(f"there is no {tool} to build the kernels with")
         if not (ROOT / "CMakeLists.txt").exists():
             pytest.skip("the kernels' sources are not here")
-        target = str(self.folder / "build")
+        target = str(ROOT / "build" / f"{name}-{sys.implementation.cache_tag}")
         configure = ["cmake", "-S", str(ROOT), "-B", target, "-G", "Ninja", "-DCMAKE_CXX_COMPILER=g++", *options]
+        if shutil.which("ccache", path=path):
+            configure.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
         for command in (
             [*configure, f"-DPython_EXECUTABLE={sys.executable}"],
             ["cmake", "--build", target],
@@ -58,7 +63,11 @@ class RebuiltKernels:
         return module
 
     def run_tests(self, module: Path, tests: list[Path], environment: dict[str, str]) -> str:
-        """Runs these tests, all but the slow ones, with the module; returns what was printed."""
+        """Runs these tests, all but the slow ones, with the module; returns what was printed.
+
+        They run in as many processes as there are processors, up to four; meanwhile what they print is in ``tests.log``
+        beside the module, and what a sanitizer finds in ``sanitizer.*``.
+        """
         (self.folder / "rebuilt_kernels.py").write_text(PLUGIN)
         variables = {
             **os.environ,
@@ -66,11 +75,19 @@ class RebuiltKernels:
             "OCTAVO_REBUILT_CPU": str(module),
             "PYTHONPATH": os.pathsep.join([str(self.folder), os.environ.get("PYTHONPATH", "")]),
         }
-        options = ["-v", "-x", "-p", "rebuilt_kernels", "-p", "no:cacheprovider", "--timeout=1200", "-m", "not slow"]
+        processes = min(4, os.cpu_count() or 1)
+        options = ["-v", "-p", "rebuilt_kernels", "-p", "no:cacheprovider", "--timeout=3600", "-m", "not slow"]
+        options += ["-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"]
         command = [sys.executable, "-m", "pytest", *options, *map(str, tests)]
-        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-        return done.stdout
+        log = module.parent / "tests.log"
+        for file in module.parent.glob("sanitizer.*"):
+            file.unlink()
+        with log.open("w") as output:
+            done = subprocess.run(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
+        printed = log.read_text(errors="replace")
+        found = "".join(file.read_text(errors="replace")[:6000] for file in sorted(module.parent.glob("sanitizer.*")))
+        assert done.returncode == 0, printed[-6000:] + found
+        return printed
 
 
 @pytest.fixture

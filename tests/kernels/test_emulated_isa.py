@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,12 @@ import torch
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
 from tests.kernels import torch_facade  # noqa: E402
 
-#: Of floats and of integers.
-EMULATED = {"FLOAT": ("avx512_bf16", "avx512"), "INTEGER": ("avx512_vnni", "avx_vnni", "avx512", "avx2")}
+HERE = Path(__file__).parent
+#: Of floats and of integers; those of AVX2 are not emulated, but the others are compared with them.
+EMULATED = {
+    "FLOAT": ("avx512_bf16", "avx512", "avx2"),
+    "INTEGER": ("avx512_vnni", "avx_vnni", "avx512", "avx2"),
+}
 _AVX2 = {"avx2", "fma"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 #: The processor's features, as Linux names them, without which the kernels would end the process.
@@ -32,19 +38,43 @@ within_the_emulated_run = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_the_kernel_tests_pass_with_emulated_avx512(rebuilt_kernels: Any) -> None:
+@pytest.fixture
+def run_emulated(rebuilt_kernels: Any) -> Callable[[list[Path]], str]:
+    """Runs these tests with the emulated kernels; gives what was printed."""
     if "avx2" not in _cpu.processor_isas().floats:
         pytest.skip("AVX-512 is emulated with AVX2, which this processor lacks")
     sets = [f"-DOCTAVO_{kind}_SETS={';'.join(isas)}" for kind, isas in EMULATED.items()]
-    module = rebuilt_kernels.build("-DOCTAVO_EMULATE=ON", *sets)
-    tests = [*sorted(Path(__file__).parent.glob("test_cpu_*.py")), Path(__file__)]
-    printed = rebuilt_kernels.run_tests(
-        module, tests, {"OCTAVO_EMULATED_RUN": "1", "OCTAVO_CPU_ISA": "avx512_bf16+avx512_vnni"}
-    )
+    module = rebuilt_kernels.build("emulated", "-DOCTAVO_EMULATE=ON", *sets)
+
+    def run(tests: list[Path]) -> str:
+        environment = {"OCTAVO_EMULATED_RUN": "1", "OCTAVO_CPU_ISA": "avx512_bf16+avx512_vnni"}
+        printed: str = rebuilt_kernels.run_tests(module, tests, environment)
+        return printed
+
+    return run
+
+
+def names(isa: str, printed: str) -> bool:
+    """Whether a test with the instruction set is listed."""
+    return re.search(rf"\[(?:[^\]]*-)?{isa}[-\]]", printed) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_the_kernel_tests_pass_with_emulated_avx512(run_emulated: Callable[[list[Path]], str]) -> None:
+    printed = run_emulated([*sorted(HERE.glob("test_cpu_*.py")), Path(__file__)])
     for isa in {isa for isas in EMULATED.values() for isa in isas}:
-        assert f"[{isa}" in printed, f"no test ran with the instruction set {isa}"
+        assert names(isa, printed), f"no test ran with the instruction set {isa}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_answers_with_emulated_avx512_are_those_of_processors_that_have_it(
+    run_emulated: Callable[[list[Path]], str],
+) -> None:
+    printed = run_emulated([HERE.parent / "engine" / "test_answer_digests.py"])
+    for isa in EMULATED["FLOAT"]:
+        assert names(isa, printed), f"no answer was computed with the instruction set {isa}"
 
 
 @pytest.mark.skipif("OCTAVO_EMULATED_RUN" in os.environ, reason="the emulated kernels run anywhere")

@@ -28,12 +28,14 @@ def libraries() -> str:
 def test_the_kernel_tests_pass_with_every_access_checked(rebuilt_kernels: Any) -> None:
     isas = _cpu.processor_isas()  # the others could not be run
     sets = [f"-DOCTAVO_FLOAT_SETS={';'.join(isas.floats)}", f"-DOCTAVO_INTEGER_SETS={';'.join(isas.integers)}"]
-    module = rebuilt_kernels.build("-DOCTAVO_SANITIZE=ON", *sets)
+    module = rebuilt_kernels.build("sanitized", "-DOCTAVO_SANITIZE=ON", *sets)
+    reports = module.parent / "sanitizer"
     environment = {
         "LD_PRELOAD": libraries(),
         # Python and torch keep memory until the end; huge allocations fail as they do without a sanitizer.
-        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
-        "UBSAN_OPTIONS": "print_stacktrace=1",
+        # Findings go to files: pytest keeps what a test prints, and a test that ends its process prints nothing.
+        "ASAN_OPTIONS": f"detect_leaks=0:allocator_may_return_null=1:log_path={reports}",
+        "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={reports}",
     }
     printed = rebuilt_kernels.run_tests(module, sorted(Path(__file__).parent.glob("test_cpu_*.py")), environment)
     for isa in {*isas.floats, *isas.integers}:
