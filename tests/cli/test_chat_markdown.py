@@ -49,7 +49,7 @@ def at_once(text: str, width: int = 60) -> list[str]:
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
-@pytest.mark.parametrize(("seed", "height"), [(1, 6), (2, 10), (3, 40)])
+@pytest.mark.parametrize(("seed", "height"), [(1, 6), (2, 30)])
 def test_a_text_that_grew_looks_like_one_that_was_there_at_once(seed: int, height: int) -> None:
     lines, _ = drawn(DOCUMENT, random.Random(seed), height=height, longest=40)
     whole = at_once(DOCUMENT)
@@ -100,10 +100,10 @@ ATOMS = [mark.replace(r"\n", "\n").replace("_", " ") for mark in MARKS.split()]
 ATOMS += ["\x1b[31m", "&#27;", "\x9b2J", "\x07", "\r", "\\"]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_no_mixture_of_marks_loses_a_word_or_reaches_the_terminal(seed: int) -> None:
     chance = random.Random(seed)
-    words = [f"word{i}" for i in range(chance.randint(1, 40))]
+    words = [f"word{i}" for i in range(chance.randint(1, 25))]
     text = "".join(f"{''.join(chance.choices(ATOMS, k=chance.randint(0, 3)))}{word} " for word in words)
     lines, written = drawn(text, chance, width=chance.choice([20, 40, 80]))
     letters = re.sub(r"[^a-z0-9]", "", "".join(lines))
