@@ -63,10 +63,10 @@ def vectors(outputs: list[Any]) -> list[list[float]]:
     ("kind", "option", "call", "shown"),
     [
         ("encoder", "runner='pooling'", "print_embeddings(llm.embed(prompts)[0].outputs.embedding)", "Embeddings: ["),
-        ("classifier", "task='classify'", "print(llm.classify(prompts)[0].outputs.num_classes)", "3"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("classifier", "task='classify'", "print(llm.classify(prompts)[0].outputs.num_classes)", "3"),
                 ("encoder", "task='embed'", "print(len(llm.embed(prompts)), 'outputs')", "3 outputs"),
                 (
                     "cross_encoder",

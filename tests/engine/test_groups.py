@@ -143,12 +143,13 @@ BEAMS = [
 ]
 
 
+@pytest.mark.slow  # by default those of a tiny network are
 @pytest.mark.parametrize(
     ("prompt", "params"),
     [
-        pytest.param("The capital of France is", BEAMS[1]),
-        pytest.param("def fibonacci(n):", BEAMS[2], marks=pytest.mark.slow),
-        pytest.param("Q: What is 2 + 2?\nA:", BEAMS[3], marks=pytest.mark.slow),
+        ("The capital of France is", BEAMS[1]),
+        ("def fibonacci(n):", BEAMS[2]),
+        ("Q: What is 2 + 2?\nA:", BEAMS[3]),
     ],
     ids=str,
 )

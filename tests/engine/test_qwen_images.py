@@ -95,7 +95,7 @@ def test_equal_to_transformers(saved: tuple[Path, Any], at_once: list[RequestOut
         },
         {"num_gpu_blocks_override": 48, "block_size": 4, "watermark": 0.0, "preemption_mode": "recompute"},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-        {"tensor_parallel_size": 2, "max_num_batched_tokens": 40},
+        pytest.param({"tensor_parallel_size": 2, "max_num_batched_tokens": 40}, marks=pytest.mark.slow),
         pytest.param({"pipeline_parallel_size": 2, "max_num_batched_tokens": 40}, marks=pytest.mark.slow),
     ],
     ids=["chunks", "small chunks", "swap", "recompute", "drafts", "two ranks", "two stages"],

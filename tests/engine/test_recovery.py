@@ -140,6 +140,7 @@ def test_vectors_are_those_of_one_process(tmp_path: Path) -> None:
     assert vectors[0] == vectors[1]
 
 
+@pytest.mark.slow
 def test_after_so_many_losses_the_error_is_raised(tiny_model: Path) -> None:
     killer = Killer(4, 6)
     llm = make(tiny_model, killer, tensor_parallel_size=2, engine_restarts=1)

@@ -59,7 +59,10 @@ def alone(tiny_model: Path) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("stages", "ranks", "preemption"),
-    [pytest.param(2, 1, "swap", marks=pytest.mark.slow), (1, 2, "recompute"), (2, 2, "swap")],
+    [
+        (2, 2, "swap"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1, "swap"), (1, 2, "recompute"))),
+    ],
 )
 def test_workers_give_the_answers_of_one_process(
     stages: int, ranks: int, preemption: str, tiny_model: Path, alone: list[Any]

@@ -35,7 +35,7 @@ def answers(network: Path, adapters: list[LoRARequest], **options: Any) -> list[
     return [list(output.outputs[0].token_ids) for output in found]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS[:-1], pytest.param(LAYOUTS[-1], marks=pytest.mark.slow)], ids=str)
 def test_answers_with_adapters_are_the_same_in_every_layout(
     network: Path, tmp_path: Path, layout: dict[str, Any]
 ) -> None:

@@ -226,6 +226,7 @@ def test_every_field_of_openai_is_known_and_those_of_others_are_named() -> None:
     assert of_cohere - {"self", "request_options"} <= set(RerankRequest.model_fields)
 
 
+@pytest.mark.slow
 def test_a_policy_that_looks_at_priorities_is_given_them_and_deadlines_end_requests(tmp_path: Path) -> None:
     flags = (*TINY, "--scheduling-policy", "static", "--request-timeout", "0.3", "--max-num-seqs", "1")
     with running(make_encoder(tmp_path / "model"), tmp_path / "log", *flags) as server:

@@ -184,6 +184,7 @@ def run_schemathesis(server: Running, *options: str) -> None:
     """Runs schemathesis on the OpenAPI page: every response conforms to it, and none is a server error."""
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
     program = Path(sys.executable).with_name("schemathesis")
+    server.http().get("/openapi.json")  # is made when it is first asked for, and the program waits for 10 s
     result = subprocess.run(
         [str(program), "run", f"{server.url}/openapi.json", "--checks", checks, "--seed", "1", "--generation-database",
          "none", "--request-timeout", str(PATIENCE), "--suppress-health-check", "too_slow", *options],

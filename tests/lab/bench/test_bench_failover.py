@@ -36,14 +36,14 @@ def test_the_same_run_has_the_same_figures_measured_and_simulated() -> None:
     assert measured["itl max"] == 2 and measured["time to recover"] == 2.5
 
 
-def test_the_pace_of_a_run_is_found() -> None:
+@pytest.mark.parametrize("until", [9.0, pytest.param(float("inf"), marks=pytest.mark.slow)])
+def test_the_pace_of_a_run_is_found(until: float) -> None:
     items = [item(i / 4, 40, 30) for i in range(60)]
     slow = failover._simulated(OPTIONS, profile().scaled(2.5), items)
     done = failover._record(OPTIONS, profile().scaled(2.5), items, None)[1]
-    for until in (float("inf"), 9.0):
-        seconds = failover._token_seconds(zip(done.first, done.last, done.outputs, strict=True), until)
-        pace = failover._pace(OPTIONS, profile(), items, failover._Measured(slow, seconds, until))
-        assert pace == pytest.approx(2.5, rel=0.01)
+    seconds = failover._token_seconds(zip(done.first, done.last, done.outputs, strict=True), until)
+    pace = failover._pace(OPTIONS, profile(), items, failover._Measured(slow, seconds, until))
+    assert pace == pytest.approx(2.5, rel=0.01)
 
 
 def test_a_single_replica_is_refused() -> None:
