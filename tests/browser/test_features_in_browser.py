@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,7 +41,11 @@ TOOLS = [
 @pytest.fixture(scope="module")
 def everything(browser: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("everything")
-    adapters = [f"{name}={write_adapter(folder / name, tiny_model, seed=i)}" for i, name in enumerate(("one", "two"))]
+    model = shutil.copytree(tiny_model, folder / "model")
+    config = json.loads((model / "config.json").read_text())
+    # A tool takes some hundred tokens of bytes.
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    adapters = [f"{name}={write_adapter(folder / name, model, seed=i)}" for i, name in enumerate(("one", "two"))]
     flags = ["--num-threads", "1", "--status-interval", "0", "--max-num-seqs", "8", "--served-model-name", "base"]
     flags += [
         "--num-gpu-blocks-override",
@@ -52,7 +57,7 @@ def everything(browser: Any, tiny_model: Path, tmp_path_factory: pytest.TempPath
     ]
     flags += ["--enable-lora", "--lora-modules", *adapters, "--data-parallel-size", "2", "--time-kernels"]
     flags += ["--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": 4})]
-    with running(tiny_model, folder / "log", *flags) as server:
+    with running(model, folder / "log", *flags) as server:
         yield server
 
 
@@ -128,7 +133,7 @@ def test_the_engine_shows_all_that_happens(shown: Visit, everything: Running) ->
     page.locator(".replicas input").nth(1).wait_for()
     for number in (0, 1):
         page.locator(".replicas input").nth(number).check()
-        tiles.get_by_text("0 of 30").wait_for()
+        tiles.get_by_text("0 of 48").wait_for()
         assert {"Drafts accepted", "Adapters in slots", "Prefix hits", "Evictions"} <= set(
             tiles.locator("dt").all_inner_texts()
         )
