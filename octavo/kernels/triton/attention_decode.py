@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles, processors
-from octavo.kernels.triton.attention_tile import NOTHING, attend
+from octavo.kernels.triton.attention_tile import NOTHING, attend, state_of_nothing, store_attended
 from octavo.kernels.triton.rounding import rounded
 
 #: Programs that run side by side on one multiprocessor, and how many times these are wanted over.
@@ -147,23 +147,19 @@ def _decode_kernel(
 
     table_ptr = tables_ptr + sequence * table_stride
     positions = length - 1 + rows * 0
-    acc = tl.full([ROWS, FORM.dim], 0.0, dtype=tl.float32)
-    l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
-    m = tl.full([ROWS], NOTHING, dtype=tl.float32)
+    acc, l, m = state_of_nothing(ROWS, FORM)  # noqa: E741
     acc, l, m = attend(  # noqa: E741
         acc, l, m, q, positions, positions, begin, end, length, kv_head, table_ptr, cache, scale, slopes,
             FORM, True, TILE,
     )  # fmt: skip
+    row = sequence * (FORM.kv_heads * FORM.group) + heads
     if SPLIT:
-        row = sequence * (FORM.kv_heads * FORM.group) + heads
         at = (row[:, None] * parts + part) * FORM.dim + dims[None, :]
         tl.store(partial_ptr + at, acc, mask=(in_group & (l != 0.0))[:, None])
         tl.store(sums_ptr + row * 2 * parts + part, m, mask=in_group)
         tl.store(sums_ptr + (row * 2 + 1) * parts + part, l, mask=in_group)
     else:
-        acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-        at = (sequence * (FORM.kv_heads * FORM.group) + heads)[:, None] * FORM.head_dim + dims[None, :]
-        tl.store(out_ptr + at, rounded(acc, out_ptr.dtype.element_ty), mask=inside)
+        store_attended(out_ptr, acc, l, row, in_group, FORM)
 
 
 @triton.jit(do_not_specialize=["parts"])

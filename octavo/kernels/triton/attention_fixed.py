@@ -19,8 +19,7 @@ from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
 from octavo.kernels.triton.attention_decode import count_parts
 from octavo.kernels.triton.attention_queries import count_tiles, find_tile, load_queries, position_of
-from octavo.kernels.triton.attention_tile import NOTHING, attend, merge
-from octavo.kernels.triton.rounding import rounded
+from octavo.kernels.triton.attention_tile import NOTHING, attend, merge, state_of_nothing, store_attended
 
 #: Tokens of a piece.
 PIECE = 512
@@ -149,13 +148,9 @@ def _pieces_kernel(
 
     dims = tl.arange(0, FORM.dim)
     flat_row = flat * (FORM.kv_heads * FORM.group) + heads
-    total_acc = tl.full([ROWS, FORM.dim], 0.0, dtype=tl.float32)
-    total_l = tl.full([ROWS], 0.0, dtype=tl.float32)
-    total_m = tl.full([ROWS], NOTHING, dtype=tl.float32)
+    total_acc, total_l, total_m = state_of_nothing(ROWS, FORM)
     for piece in range(first, last):
-        acc = tl.full([ROWS, FORM.dim], 0.0, dtype=tl.float32)
-        l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
-        m = tl.full([ROWS], NOTHING, dtype=tl.float32)
+        acc, l, m = state_of_nothing(ROWS, FORM)  # noqa: E741
         piece_begin = tl.maximum(piece * PIECE_TOKENS, begin)
         piece_end = tl.minimum((piece + 1) * PIECE_TOKENS, end)
         acc, l, m = attend(  # noqa: E741
@@ -170,10 +165,7 @@ def _pieces_kernel(
         else:
             total_acc, total_l, total_m = merge(total_acc, total_l, total_m, acc, l, m)
     if not SPLIT:
-        total_acc = total_acc / tl.where(total_l == 0.0, 1.0, total_l)[:, None]
-        inside = valid[:, None] & (dims[None, :] < FORM.head_dim)
-        at = flat_row[:, None] * FORM.head_dim + dims[None, :]
-        tl.store(out_ptr + at, rounded(total_acc, out_ptr.dtype.element_ty), mask=inside)
+        store_attended(out_ptr, total_acc, total_l, flat_row, valid, FORM)
 
 
 @triton.jit(do_not_specialize=["sequences", "pieces"])
@@ -217,16 +209,11 @@ def _merge_kernel(
     if FORM.window > 0:
         first = tl.maximum(position - FORM.window + 1, 0) // PIECE_TOKENS
     last = tl.maximum(last_key // PIECE_TOKENS, 0) + 1
-    total_acc = tl.full([ROWS, FORM.dim], 0.0, dtype=tl.float32)
-    total_l = tl.full([ROWS], 0.0, dtype=tl.float32)
-    total_m = tl.full([ROWS], NOTHING, dtype=tl.float32)
+    total_acc, total_l, total_m = state_of_nothing(ROWS, FORM)
     for piece in range(first, last):
         at = flat_row * pieces + piece
         acc = tl.load(partial_ptr + at[:, None] * FORM.dim + dims[None, :], mask=valid[:, None], other=0.0)
         l = tl.load(sums_ptr + 2 * at, mask=valid, other=0.0)  # noqa: E741
         m = tl.load(sums_ptr + 2 * at + 1, mask=valid, other=NOTHING)
         total_acc, total_l, total_m = merge(total_acc, total_l, total_m, acc, l, m)
-    total_acc = total_acc / tl.where(total_l == 0.0, 1.0, total_l)[:, None]
-    inside = valid[:, None] & (dims[None, :] < FORM.head_dim)
-    at = flat_row[:, None] * FORM.head_dim + dims[None, :]
-    tl.store(out_ptr + at, rounded(total_acc, out_ptr.dtype.element_ty), mask=inside)
+    store_attended(out_ptr, total_acc, total_l, flat_row, valid, FORM)

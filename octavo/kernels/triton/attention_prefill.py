@@ -9,8 +9,7 @@ from torch import Tensor
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.triton.attention_args import Context, Tiling, head_tiles
 from octavo.kernels.triton.attention_queries import count_tiles, find_tile, load_queries
-from octavo.kernels.triton.attention_tile import NOTHING, attend
-from octavo.kernels.triton.rounding import rounded
+from octavo.kernels.triton.attention_tile import attend, state_of_nothing, store_attended
 
 
 def prefill(q: Tensor, out: Tensor, batch: ForwardBatch, context: Context, first: int) -> None:
@@ -100,9 +99,7 @@ def _prefill_kernel(
         q_ptr, q_token_stride, q_head_stride, positions_ptr, until_ptr, slopes_ptr, local, row, queries, length,
         FORM, HEADS, TOKENS, ROWS,
     )  # fmt: skip
-    acc = tl.full([ROWS, FORM.dim], 0.0, dtype=tl.float32)
-    l = tl.full([ROWS], 0.0, dtype=tl.float32)  # noqa: E741
-    m = tl.full([ROWS], NOTHING, dtype=tl.float32)
+    acc, l, m = state_of_nothing(ROWS, FORM)  # noqa: E741
     if FORM.window > 0:
         masked_from = tl.maximum(oldest - FORM.window + 1, 0) // TILE * TILE
     else:
@@ -116,8 +113,4 @@ def _prefill_kernel(
         acc, l, m, q, positions, last, masked_from, end, length, kv_head, table_ptr, cache, scale, slopes,
             FORM, True, TILE,
     )  # fmt: skip
-    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-    dims = tl.arange(0, FORM.dim)
-    inside = valid[:, None] & (dims[None, :] < FORM.head_dim)
-    at = flat[:, None] * (FORM.kv_heads * FORM.group * FORM.head_dim) + heads[:, None] * FORM.head_dim + dims[None, :]
-    tl.store(out_ptr + at, rounded(acc, out_ptr.dtype.element_ty), mask=inside)
+    store_attended(out_ptr, acc, l, flat * (FORM.kv_heads * FORM.group) + heads, valid, FORM)

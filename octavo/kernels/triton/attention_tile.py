@@ -36,6 +36,13 @@ NOTHING = tl.constexpr(-1.0e30)
 
 
 @triton.jit
+def state_of_nothing(ROWS: tl.constexpr, FORM: tl.constexpr):
+    """(acc, l, m) of rows before their first key."""
+    acc = tl.full([ROWS, FORM.dim], 0.0, dtype=tl.float32)
+    return acc, tl.full([ROWS], 0.0, dtype=tl.float32), tl.full([ROWS], NOTHING, dtype=tl.float32)
+
+
+@triton.jit
 def attend(
     acc,
     l,  # noqa: E741
@@ -163,6 +170,16 @@ def merge(acc, l, m, other_acc, other_l, other_m):  # noqa: E741
     kept = tl.exp2(m - new_m)
     added = tl.exp2(other_m - new_m)
     return acc * kept[:, None] + other_acc * added[:, None], l * kept + other_l * added, new_m
+
+
+@triton.jit
+def store_attended(out_ptr, acc, l, row, valid, FORM: tl.constexpr):  # noqa: E741
+    """Writes the results of valid rows, numbers ``row`` of out [T * H, head_dim]; 0 of rows without keys."""
+    dims = tl.arange(0, FORM.dim)
+    attended = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    inside = valid[:, None] & (dims[None, :] < FORM.head_dim)
+    at = row[:, None] * FORM.head_dim + dims[None, :]
+    tl.store(out_ptr + at, rounded(attended, out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
