@@ -11,13 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.engine_flags import (
-    add_engine_flags,
-    add_verbose_flag,
-    apply_verbosity,
-    read_engine_config,
-    take_model,
-)
+from octavo.cli.engine_flags import add_engine_flags, add_verbose_flag, take_engine_config
 from octavo.cli.parsing import (
     EXIT_FAILED,
     Arguments,
@@ -108,8 +102,7 @@ def read_truncate(arguments: Arguments) -> int | None:
 
 def run(arguments: Arguments) -> int:
     """Writes the vectors; returns 1 if a text failed."""
-    apply_verbosity(arguments)
-    config = read_engine_config(arguments, take_model(arguments, more_words=True))
+    config = take_engine_config(arguments, more_words=True)
     source = make_source(arguments.words, arguments.input, arguments.column, "--input")
     check_output(arguments.output, source.file)
     with errors_of_the_call():

@@ -147,6 +147,16 @@ def read_engine_config(arguments: Arguments, model: str | None) -> EngineConfig:
     return resolve_config(overrides, config_file=arguments.config)
 
 
+def take_engine_config(arguments: Arguments, *, more_words: bool = False) -> EngineConfig:
+    """The engine's options of a command whose output is an answer, with the model that ``take_model`` finds.
+
+    Raises:
+        ConfigError: see ``take_model`` and ``resolve_config``.
+    """
+    apply_verbosity(arguments)
+    return read_engine_config(arguments, take_model(arguments, more_words=more_words))
+
+
 def refuse_idle_flags(arguments: Arguments, counting: Collection[str], command: str) -> None:
     """Refuses the model and options of the engine that do not count in a command without a model.
 

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli.engine_flags import (
-    add_engine_flags,
-    add_lora_flag,
-    add_verbose_flag,
-    apply_verbosity,
-    read_engine_config,
-    read_lora,
-    take_model,
-)
+from octavo.cli.engine_flags import add_engine_flags, add_lora_flag, add_verbose_flag, read_lora, take_engine_config
 from octavo.cli.image_files import read_images
 from octavo.cli.parsing import (
     EXIT_FAILED,
@@ -99,9 +91,8 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Completes the prompts; returns 1 if any failed."""
-    apply_verbosity(arguments)
     lora = read_lora(arguments)
-    config = read_engine_config(arguments, take_model(arguments, more_words=True))
+    config = take_engine_config(arguments, more_words=True)
     with errors_of_the_call():
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}
         options = RequestOptions(priority=arguments.priority, user=arguments.user or "", lora_request=lora)

@@ -7,13 +7,7 @@ import time
 from typing import Any
 
 from octavo.cli.embed import add_truncate_flag, make_source, read_truncate
-from octavo.cli.engine_flags import (
-    add_engine_flags,
-    add_verbose_flag,
-    apply_verbosity,
-    read_engine_config,
-    take_model,
-)
+from octavo.cli.engine_flags import add_engine_flags, add_verbose_flag, take_engine_config
 from octavo.cli.parsing import (
     EXIT_FAILED,
     Arguments,
@@ -60,9 +54,8 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Prints the documents; returns 1 if one failed."""
-    apply_verbosity(arguments)
     check_range(arguments, "top_n")
-    config = read_engine_config(arguments, take_model(arguments, more_words=True))
+    config = take_engine_config(arguments, more_words=True)
     params = PoolingParams(truncate_prompt_tokens=read_truncate(arguments))
     source = make_source(arguments.words, arguments.documents, arguments.column, "--documents")
     with json_output(arguments) as json_out:
