@@ -30,15 +30,14 @@ class Columns:
         columns.token_ids, columns.stop_token_ids = self.token_ids.copy(), self.stop_token_ids
         return columns
 
-    def append(self, seq: Sequence) -> None:
-        """Adds a sequence behind the others."""
-        self.seqs.append(seq)
-        self.seq_ids.append(seq.seq_id)
-        self.group_ids.append(seq.group.group_id)
-        self.indexes.append(seq.index)
-        self.token_ids.append(seq.token_ids)
-        if not seq.stop_token_ids <= self.stop_token_ids:
-            self.stop_token_ids |= seq.stop_token_ids
+    def extend(self, seqs: list[Sequence]) -> None:
+        """Adds sequences behind the others."""
+        self.seqs += seqs
+        self.seq_ids += [seq.seq_id for seq in seqs]
+        self.group_ids += [seq.group.group_id for seq in seqs]
+        self.indexes += [seq.index for seq in seqs]
+        self.token_ids += [seq.token_ids for seq in seqs]
+        self.stop_token_ids = self.stop_token_ids.union(*{seq.stop_token_ids for seq in seqs})
 
     def remove(self, position: int) -> None:
         """Removes the sequence at a position; its stop tokens stay."""
@@ -76,13 +75,12 @@ class SteadyDecodes:
         """Adds the groups behind those that it has, up to one that does something else than these."""
         if self.num_groups == len(running):
             return
-        for group in itertools.islice(running, self.num_groups, None):
-            if not _is_steady(group):
-                return
-            self.num_groups += 1
-            if not group.seqs[0].is_ending:
-                self._own_columns().append(group.seqs[0])
-                self._last_steps.append(self._last_step(group.seqs[0]))
+        groups = list(itertools.takewhile(_is_steady, itertools.islice(running, self.num_groups, None)))
+        seqs = [group.seqs[0] for group in groups if not group.seqs[0].is_ending]
+        self.num_groups += len(groups)
+        if seqs:
+            self._own_columns().extend(seqs)
+            self._last_steps += bytes(map(self._last_step, seqs))
 
     def leave(self, position: int, group: SequenceGroup) -> None:
         """The group that was at a position of the running ones runs no more."""
@@ -122,7 +120,10 @@ class SteadyDecodes:
         return positions
 
     def _last_step(self, seq: Sequence) -> int:
-        return (self._step + min(max(0, seq.slots_end - seq.num_computed), _NUMBERS - 1)) % _NUMBERS
+        slots = seq.slots_end - seq.num_computed
+        if not 0 <= slots < _NUMBERS:
+            slots = 0 if slots < 0 else _NUMBERS - 1
+        return (self._step + slots) % _NUMBERS
 
     def _own_columns(self) -> Columns:
         if self._shared:
