@@ -70,7 +70,7 @@ docs: $(VENV)/.installed
 	@$(BIN)/python scripts/gen_metrics.py
 
 site: $(VENV)/.installed-site
-	@$(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "== wrote build/site/index.html"
 
 wheel: $(VENV)/.installed-release

@@ -40,7 +40,7 @@ Dir::Cache "{folder}/cache";
 #: Processes that Python starts need the emulator, too.
 SITE = """\
 import os, sys
-sys.executable = sys._base_executable = os.environ["OCTAVO_EMULATED_PYTHON"]
+sys.executable = sys._base_executable = os.environ["EMULATED_PYTHON"]
 """
 
 
@@ -106,8 +106,8 @@ class Arm64:
         (partial / "sitecustomize.py").write_text(SITE, encoding="utf-8")
         partial.rename(self.site)
         self.python.write_text(
-            f'#!/bin/sh\nexport OCTAVO_EMULATED_PYTHON={self.python} PYTHONPATH="{self.package}:{self.site}"\n'
-            f'exec {EMULATOR} -L {self.system} {self.system}/usr/bin/python{self.version} "$@"\n',
+            f'#!/bin/sh\nexport EMULATED_PYTHON={self.python} PYTHONPATH="{self.package}:{self.site}"\n'
+            f'exec {EMULATOR} -L {self.system} {self.system}/usr/bin/python{self.version} -P "$@"\n',
             encoding="utf-8",
         )
         self.python.chmod(0o755)
