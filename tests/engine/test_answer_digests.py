@@ -13,7 +13,7 @@ _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built"
 
 FILE = Path(__file__).resolve().parents[2] / "scripts" / "answer_digests.py"
 KINDS = ("bfloat16", "float32", "int8 cache", "int8", "int4", "gguf")
-EMULATED = "OCTAVO_EMULATED_RUN" in os.environ
+EMULATED = "EMULATED_CPU_KERNELS" in os.environ
 MORE = () if EMULATED else ("float32", "int8 cache")
 FLOATS, INTEGERS = _cpu.available_isas().floats, _cpu.available_isas().integers
 #: One greedy with a penalty, one sampled: as all others, they have the same digest alone as among others.

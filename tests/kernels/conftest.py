@@ -19,7 +19,7 @@ import importlib.util, os, sys
 import octavo
 from hypothesis import settings
 
-spec = importlib.util.spec_from_file_location("octavo._cpu", os.environ["OCTAVO_REBUILT_CPU"])
+spec = importlib.util.spec_from_file_location("octavo._cpu", os.environ["REBUILT_CPU_KERNELS"])
 octavo._cpu = sys.modules["octavo._cpu"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(octavo._cpu)
 
@@ -72,7 +72,7 @@ class RebuiltKernels:
         variables = {
             **os.environ,
             **environment,
-            "OCTAVO_REBUILT_CPU": str(module),
+            "REBUILT_CPU_KERNELS": str(module),
             "PYTHONPATH": os.pathsep.join([str(self.folder), os.environ.get("PYTHONPATH", "")]),
         }
         processes = min(4, os.cpu_count() or 1)

@@ -116,7 +116,7 @@ def test_set_up_finds_the_best_ones_by_the_same_rule(tmp_path: Path) -> None:
     if compiler is None or not SOURCES.exists():
         pytest.skip("needs the sources and a compiler")
     program = tmp_path / "best_isa"
-    emulated = ["-DOCTAVO_EMULATED"] if "OCTAVO_EMULATED_RUN" in os.environ else []
+    emulated = ["-DOCTAVO_EMULATED"] if "EMULATED_CPU_KERNELS" in os.environ else []
     command = [compiler, "-std=c++17", *emulated, "-o", str(program), str(SOURCES / "best_isa.cpp")]
     subprocess.run(command, check=True, timeout=PATIENCE)
     printed = subprocess.run([program], capture_output=True, text=True, check=True, timeout=PATIENCE).stdout

@@ -34,7 +34,7 @@ NEEDED = {
 }
 
 within_the_emulated_run = pytest.mark.skipif(
-    "OCTAVO_EMULATED_RUN" not in os.environ, reason="needs the emulated kernels, which the slow test builds"
+    "EMULATED_CPU_KERNELS" not in os.environ, reason="needs the emulated kernels, which the slow test builds"
 )
 
 
@@ -47,7 +47,7 @@ def run_emulated(rebuilt_kernels: Any) -> Callable[[list[Path]], str]:
     module = rebuilt_kernels.build("emulated", "-DOCTAVO_EMULATE=ON", *sets)
 
     def run(tests: list[Path]) -> str:
-        environment = {"OCTAVO_EMULATED_RUN": "1", "OCTAVO_CPU_ISA": "avx512_bf16+avx512_vnni"}
+        environment = {"EMULATED_CPU_KERNELS": "1", "OCTAVO_CPU_ISA": "avx512_bf16+avx512_vnni"}
         printed: str = rebuilt_kernels.run_tests(module, tests, environment)
         return printed
 
@@ -77,7 +77,7 @@ def test_answers_with_emulated_avx512_are_those_of_processors_that_have_it(
         assert names(isa, printed), f"no answer was computed with the instruction set {isa}"
 
 
-@pytest.mark.skipif("OCTAVO_EMULATED_RUN" in os.environ, reason="the emulated kernels run anywhere")
+@pytest.mark.skipif("EMULATED_CPU_KERNELS" in os.environ, reason="the emulated kernels run anywhere")
 def test_no_instruction_set_is_offered_that_the_processor_lacks() -> None:
     cpuinfo = Path("/proc/cpuinfo")
     flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")] if cpuinfo.exists() else []
