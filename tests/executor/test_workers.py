@@ -205,8 +205,8 @@ def test_a_rank_that_samples_other_tokens_ends_the_engine(
 def test_a_worker_that_hangs_ends_the_engine_after_the_timeout(tiny_model: Path) -> None:
     llm = make(tiny_model, pipeline_parallel_size=2)
     processes = workers_of(llm)
-    with pytest.raises(TimeoutError, match=r"workers \[1\] have not answered within 0.5 s"):
-        llm.llm_engine.core.executor.collective_rpc(sleep_on_second, [60.0], timeout=0.5)
+    with pytest.raises(TimeoutError, match=r"workers \[1\] have not answered within 3 s"):
+        llm.llm_engine.core.executor.collective_rpc(sleep_on_second, [60.0], timeout=3.0)
     assert not any(process.is_running() for process in processes)
 
 
