@@ -1,15 +1,18 @@
 """Digests of the demo model's outputs under many schedules, to check that a change keeps every bit.
 
     python scripts/answer_digests.py compare        # with tests/data/answer_digests.json; exit code 1 if any differs
-    python scripts/answer_digests.py record         # adds or replaces those that are named
+    python scripts/answer_digests.py record         # adds or replaces those of the sets and kinds that are named
+    python scripts/answer_digests.py compare --kinds int8 --schedules "one batch" --requests 0,4      # a part
 
 A digest covers the tokens, logprobs (every bit), ranks, finish reasons and scores of one request. Digests are specific
 to an instruction set of floats and a kind (types of weights and cache). They must be the same under all schedules, run
 with the best instruction set of integers, and those of quantised weights with every set of integers. All sets are taken
-that the kernels are built for and the processor runs, but generic, which takes 30 times as long and must be named.
-Of processors other than x86 the record's name is that of the set and of the machine ("generic aarch64"), as these fuse
-products with sums. The generic set compiled for x86 with ``-mfma`` does so too and gives the same bits in a hundredth
-of an emulator's time: ``--machine aarch64`` records and compares its digests under the other's name.
+that the kernels are built for and the processor runs, but generic, which takes 30 times as long and must be named; or
+those of ``OCTAVO_CPU_ISA``.
+
+Of processors other than x86 the record's name is that of the set and of the machine (``generic aarch64``), as these
+fuse products with sums. The generic set compiled for x86 with ``-mfma`` does so too and gives the same bits in a
+hundredth of an emulator's time: ``--name`` records its digests under the other's name.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "swap": {"preemption_mode": "swap", "num_gpu_blocks_override": 30, "num_host_blocks_override": 100},
     "lcfs": {"scheduling_policy": "lcfs", "num_gpu_blocks_override": 30, "num_host_blocks_override": 40},
     "ahead": {"async_scheduling": True, "num_gpu_blocks_override": 40, "num_host_blocks_override": 100},
-    "no cache, one thread": {"enable_prefix_caching": False, "num_threads": 1},
+    "no cache on one thread": {"enable_prefix_caching": False, "num_threads": 1},
 }
 
 _RNG = random.Random(17)
@@ -124,18 +127,16 @@ def run(kind: str, way: str, sets: str, requests: Iterable[int] = range(len(PROM
     return [digest(output) for output in outputs]
 
 
-def read() -> dict[str, dict[str, dict[int, str]]]:
-    """What is recorded: by instruction set of floats, kind and number of the request."""
-    found = json.loads(FILE.read_text()) if FILE.exists() else {}
-    return {
-        floats: {kind: {int(i): one for i, one in digests.items()} for kind, digests in kinds.items()}
-        for floats, kinds in found.items()
-    }
-
-
-def record_name(floats: str, machine: str) -> str:
-    """Under which name the digests of a set of floats on such a machine are recorded."""
+def record_name(floats: str) -> str:
+    """Under which name the digests of this processor's kernels are recorded."""
+    machine = platform.machine()
     return floats if machine in ("x86_64", "AMD64") else f"{floats} {machine}"
+
+
+def read() -> dict[str, dict[str, list[str]]]:
+    """What is recorded: by name and kind, of all requests."""
+    found: dict[str, dict[str, list[str]]] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    return found
 
 
 def runs(kind: str, schedules: list[str], integers: list[str]) -> Iterator[tuple[str, str]]:
@@ -147,44 +148,49 @@ def runs(kind: str, schedules: list[str], integers: list[str]) -> Iterator[tuple
 
 def main(arguments: list[str] | None = None) -> int:
     cpu: Any = importlib.import_module("octavo._cpu")  # compiled, without types
-    available = cpu.available_isas()
+    floats, integers = (names[:-1] or names for names in (cpu.available_isas().floats, cpu.available_isas().integers))
+    if named := os.environ.get("OCTAVO_CPU_ISA"):
+        cpu.choose_isa(named)
+        floats, integers = [cpu.float_isa()], [cpu.integer_isa()]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("compare", "record"))
     options = {
         "kinds": list(KINDS),
-        "floats": available.floats[:-1] or available.floats,
-        "integers": available.integers[:-1] or available.integers,
+        "floats": floats,
+        "integers": integers,
         "schedules": list(SCHEDULES),
         "requests": [str(i) for i in range(len(PROMPTS))],
     }
-    for name, values in options.items():
-        parser.add_argument(f"--{name}", type=lambda text: text.split(","), default=values, help=", ".join(values))
-    parser.add_argument("--machine", default=platform.machine(), help="whose record it is (%(default)s)")
+    for option, values in options.items():
+        parser.add_argument(f"--{option}", type=lambda text: text.split(","), default=values, help=", ".join(values))
+    parser.add_argument("--name", help="the record's, instead of this machine's")
     chosen = parser.parse_args(arguments)
     requests = [int(i) for i in chosen.requests]
+    if chosen.what == "record" and requests != [*range(len(PROMPTS))]:
+        parser.error("all requests are recorded")
     recorded, failed = read(), False
-    for floats in chosen.floats:
-        record = record_name(floats, chosen.machine)
+    for isa in chosen.floats:
+        name = chosen.name or record_name(isa)
         for kind in chosen.kinds:
-            wanted = recorded.get(record, {}).get(kind, {})
-            if chosen.what == "compare" and not wanted.keys() >= set(requests):
-                there_are = {name: list(kinds) for name, kinds in recorded.items()}
-                print(f"not all is recorded of {kind} on {record}; recorded is: {there_are}", file=sys.stderr)
+            wanted = recorded.get(name, {}).get(kind)
+            if chosen.what == "compare" and wanted is None:
+                print(f"nothing is recorded for {kind} on {name}; recorded: {', '.join(recorded)}", file=sys.stderr)
                 return 2
-            first: dict[int, str] = {}
-            for way, integers in runs(kind, chosen.schedules, chosen.integers):
-                found = dict(zip(requests, run(kind, way, f"{floats}+{integers}", requests), strict=True))
+            first: list[str] = []
+            for way, integer in runs(kind, chosen.schedules, chosen.integers):
+                found = run(kind, way, f"{isa}+{integer}", requests)
                 first = first or found
-                differing = [i for i in requests if found[i] != first[i]]
-                changed = [i for i in requests if chosen.what == "compare" and found[i] != wanted[i]]
+                old = first if wanted is None or chosen.what == "record" else [wanted[i] for i in requests]
+                differing = [i for i, one, other in zip(requests, found, first, strict=True) if one != other]
+                changed = [i for i, one, other in zip(requests, found, old, strict=True) if one != other]
                 failed |= bool(differing or changed)
                 verdict = f"requests {differing} differ from the first run, {changed} from the record"
                 print(
-                    f"{floats + '+' + integers:24} {kind:11} {way:21} {len(requests)} requests: "
+                    f"{isa + '+' + integer:24} {kind:11} {way:23} {len(requests)} requests: "
                     f"{verdict if differing or changed else 'same'}",
                     flush=True,
                 )
-            recorded.setdefault(record, {})[kind] = {**wanted, **first}
+            recorded.setdefault(name, {})[kind] = first
     if chosen.what == "record" and not failed:
         FILE.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
     return int(failed)

@@ -78,7 +78,10 @@ def test_arm64_is_not_tried_without_its_tools(
     assert "aarch64-linux-gnu-g++" in said and "apt install g++-aarch64-linux-gnu qemu-user-static" in said
 
 
-def test_answers_of_other_processors_than_x86_have_a_record_of_their_own() -> None:
-    record_name = script("answer_digests").record_name
-    assert record_name("generic", "x86_64") == "generic"
-    assert record_name("generic", "aarch64") == "generic aarch64"
+@pytest.mark.parametrize(("machine", "name"), [("x86_64", "generic"), ("aarch64", "generic aarch64")])
+def test_answers_of_other_processors_than_x86_have_a_record_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, machine: str, name: str
+) -> None:
+    digests = script("answer_digests")
+    monkeypatch.setattr(digests.platform, "machine", lambda: machine)
+    assert digests.record_name("generic") == name
