@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-from octavo.cli.terminal_text import is_smart_terminal, printable
+from octavo.cli.terminal_text import for_output, is_smart_terminal
 
 
 class Display(Protocol):
@@ -19,15 +18,14 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """Shows text as it comes: to a file or a pipe exactly the model's, to a terminal what is ``printable`` of it."""
+    """Shows text as it comes: as ``for_output`` says."""
 
     @contextmanager
     def answer(self) -> Iterator[Callable[[str], None]]:
         """See ``Display``."""
-        shown = printable if sys.stdout.isatty() else str
 
         def show(text: str) -> None:
-            print(shown(text), end="", flush=True)
+            print(for_output(text), end="", flush=True)
 
         try:
             yield show

@@ -22,6 +22,7 @@ from octavo.cli.parsing import (
 )
 from octavo.cli.prompt_files import Job, read_jobs
 from octavo.cli.sampling_flags import PREFIX, add_beam_flags, add_sampling_flags, number
+from octavo.cli.terminal_text import for_output
 from octavo.core.errors import InvalidRequestError, WorkerError
 from octavo.core.outputs import RequestMetrics, RequestOutput
 from octavo.core.request_options import RequestOptions
@@ -174,7 +175,7 @@ def complete(engine: LLMEngine | None, jobs: list[Job], *, grows: bool) -> Itera
                 raise WorkerError(f"the engine has no more work, but request {request_id} has not ended")
             for output in engine.step():
                 if grows:
-                    print(output.outputs[0].text, end="\n" if output.finished else "", flush=True)
+                    print(for_output(output.outputs[0].text), end="\n" if output.finished else "", flush=True)
                 before = outputs.get(output.request_id)
                 outputs[output.request_id] = output if before is None else before + output
         result = outputs.pop(request_id)
@@ -227,7 +228,7 @@ def _print_text(job: Job, output: RequestOutput, *, alone: bool) -> None:
         if not alone or len(output.outputs) > 1:
             number = f"{job.index + 1}" if len(output.outputs) == 1 else f"{job.index + 1}.{completion.index + 1}"
             print(f"=== {number}: {_title(job)}")
-        print(completion.text, flush=True)
+        print(for_output(completion.text), flush=True)
 
 
 def _title(job: Job) -> str:

@@ -18,6 +18,7 @@ from octavo.cli.parsing import (
     json_output,
     write_line,
 )
+from octavo.cli.terminal_text import for_output
 from octavo.core.pooling_outputs import ScoringOutput
 from octavo.core.pooling_params import PoolingParams
 
@@ -108,4 +109,4 @@ def run(arguments: Arguments) -> int:
 def _print(results: list[dict[str, Any]]) -> None:
     """A line for each: score, number, and the document as one line."""
     for result in results:
-        print(f"{result['score']:.4f}  {result['index'] + 1}  {' '.join(result['document'].split())}")
+        print(for_output(f"{result['score']:.4f}  {result['index'] + 1}  {' '.join(result['document'].split())}"))

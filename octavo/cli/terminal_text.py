@@ -22,6 +22,11 @@ def printable(text: str) -> str:
     return text.translate(_SHOWN)
 
 
+def for_output(text: str) -> str:
+    """What is written of a text to standard output: to a file or a pipe exactly it, to a terminal what is printable."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
 def notice(text: str) -> None:
     """Says something that is no answer, on standard error."""
     print(printable(text), file=sys.stderr)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from octavo.cli.engine_flags import add_engine_flags, add_verbose_flag, apply_verbosity, read_engine_config
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, write_json
+from octavo.cli.terminal_text import for_output
 from octavo.core.config_sources import configured_model
 from octavo.core.errors import ConfigError, InvalidRequestError
 
@@ -98,7 +99,7 @@ def run(arguments: Arguments) -> int:
         if target is not None:
             target.write_text(text, encoding="utf-8")
         else:
-            print(f"{paths[number]}: {text}" if len(paths) > 1 else text, end="", flush=True)
+            print(for_output(f"{paths[number]}: {text}" if len(paths) > 1 else text), end="", flush=True)
 
     shows_bar = sys.stderr.isatty() and (arguments.output_dir is not None or not sys.stdout.isatty())
     made = engine.transcribe(list(paths), params, use_tqdm=shows_bar, limits=limits, on_end=write)

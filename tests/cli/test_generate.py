@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from octavo.cli.prompt_files import read_jobs
+from octavo.cli.terminal_text import for_output
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.outputs import RequestOutput
 from tests.adapters import write_adapter
@@ -94,6 +95,12 @@ def test_an_adapter_answers_in_place_of_the_model(
     assert answers[0] != answers[1] == answers[2]
     assert octavo("generate", tiny_model, "Hello", *GREEDY, "--lora", tmp_path / "none") == 1
     assert "there is no adapter at" in capsys.readouterr().err
+
+
+def test_a_terminal_does_not_obey_what_a_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert for_output("\x1b[2J") == "\x1b[2J", "a pipe gets the text as it is"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert for_output("\x1b[2J") == "␛[2J"
 
 
 def test_several_texts_are_told_apart(octavo: Run, capsys: Capture, tiny_model: Path) -> None:
