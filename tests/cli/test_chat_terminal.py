@@ -127,7 +127,7 @@ def test_nothing_that_a_model_writes_is_obeyed() -> None:
 def test_the_program_with_a_model(tiny_model: Path, tmp_path: Path) -> None:
     flags = ["--temperature", "0", "--max-tokens", "9", "--ignore-eos", "--stats"]
     command = [sys.executable, "-m", "octavo", "chat", str(tiny_model), *flags]
-    with Terminal(command, XDG_STATE_HOME=str(tmp_path)) as terminal:
+    with Terminal(command, width=200, XDG_STATE_HOME=str(tmp_path)) as terminal:  # names of folders are long
         terminal.wait(at_prompt("type a question; /help shows commands"))
         terminal.type(f"Hello{ENTER}")
         terminal.wait(at_prompt("[9 tokens, ", "tokens/s; first after "))
