@@ -9,6 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from octavo.core.bounded_file import read_bounded
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,13 +87,7 @@ def load(path: Path, inputs: InputProcessor) -> list[dict[str, Any]]:
 def _read(path: Path) -> _Saved:
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise ConfigError(f"{path} is no file")
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as e:
-        raise ConfigError(f"cannot read {path}: {e.strerror}") from None
-    if len(data) > MAX_BYTES:
-        raise ConfigError(f"{path} has more than {MAX_BYTES} bytes")
+    data = read_bounded(path, MAX_BYTES)
     try:
         return msgspec.json.decode(data, type=_Saved)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:

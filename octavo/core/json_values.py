@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.core.bounded_file import read_bounded
 from octavo.core.errors import ConfigError, OctavoError
 
 #: Largest files that are read, in bytes: of a configuration, and of a tokenizer (several times the largest published).
@@ -22,16 +23,11 @@ def read_value(file: Path, error: type[OctavoError] = ConfigError, most: int = M
     Raises:
         OctavoError: of type ``error``; it is missing, has more than ``most`` bytes, or is not readable.
     """
+    data = read_bounded(file, most, error)
     try:
-        size = file.stat().st_size
-        value = None if size > most else json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise error(f"{file} is missing") from None
-    except (OSError, ValueError, RecursionError) as e:
+        return json.loads(data.decode())
+    except (ValueError, RecursionError) as e:
         raise error(f"{file} is not readable JSON: {e}") from None
-    if size > most:
-        raise error(f"{file} has {size} bytes; at most {most} are read")
-    return value
 
 
 def read_object(file: Path, error: type[OctavoError] = ConfigError, most: int = MAX_CONFIG) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from octavo.core import json_values
+from octavo.core.bounded_file import read_bounded
 from octavo.core.errors import TokenizerError
 from octavo.core.json_values import MAX_TOKENIZER
 from octavo.loader.pre_tokenizers import PreTokenizer
@@ -28,14 +29,7 @@ def read_bytes(path: Path) -> bytes:
     Raises:
         TokenizerError: it cannot be read or is too large.
     """
-    try:
-        with path.open("rb") as f:
-            data = f.read(MAX_TOKENIZER + 1)
-    except OSError as e:
-        raise TokenizerError(f"{path} cannot be read: {e}") from e
-    if len(data) > MAX_TOKENIZER:
-        raise TokenizerError(f"{path} is larger than {MAX_TOKENIZER >> 20} MiB, more than any tokenizer's file")
-    return data
+    return read_bounded(path, MAX_TOKENIZER, TokenizerError)
 
 
 def read_lines(path: Path) -> list[str]:

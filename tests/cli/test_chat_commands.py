@@ -71,7 +71,7 @@ def test_exit_is_the_end(name: str) -> None:
         ("/save", "/save needs FILE"),
         ("/retry", "nothing has been asked yet"),
         ("/undo", "nothing has been asked yet"),
-        ("/load missing.json", "cannot read missing.json: No such file or directory"),
+        ("/load missing.json", "missing.json is missing"),
         ("/image missing.png", "the model reads text alone: leave out the image missing.png"),
         ("/set warmth 1", "unknown setting 'warmth'; /set lists them"),
         ("/set temprature 1", "unknown setting 'temprature'; did you mean 'temperature'?"),
@@ -231,7 +231,7 @@ def test_files_that_are_loaded_are_bounded(tmp_path: Path, capsys: Capture, monk
     monkeypatch.setattr(chat_files, "MAX_MESSAGES", 1)
     assert "has 2 messages; at most 1" in said(capsys, conversation, f"/load {tmp_path}/talk.json")
     monkeypatch.setattr(chat_files, "MAX_BYTES", 20)
-    assert "has more than 20 bytes" in said(capsys, conversation, f"/load {tmp_path}/talk.json")
+    assert "bytes; at most 20 are read" in said(capsys, conversation, f"/load {tmp_path}/talk.json")
     assert "bytes as a file; at most 20" in said(capsys, conversation, f"/save {tmp_path}/other.json")
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from octavo.core.bounded_file import read_bounded
 from octavo.core.errors import AdapterError
 from octavo.loader.adapters.lora_pairs import LoraPair
 from octavo.loader.adapters.targets import AdapterTargets
-from octavo.loader.adapters.tensor_file import TensorEntry, read_entries, unreadable
+from octavo.loader.adapters.tensor_file import TensorEntry, read_entries
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -64,13 +65,7 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     if not file.is_file():
         hint = "; it holds a whole model, which is no adapter" if (folder / "config.json").is_file() else ""
         raise AdapterError(f"{folder} has no {CONFIG_FILE}{hint}")
-    try:
-        with file.open("rb") as f:
-            text = f.read(_MAX_CONFIG_BYTES + 1)
-    except OSError as e:
-        raise unreadable(file, e) from None
-    if len(text) > _MAX_CONFIG_BYTES:
-        raise AdapterError(f"{file} has more than {_MAX_CONFIG_BYTES} bytes")
+    text = read_bounded(file, _MAX_CONFIG_BYTES, AdapterError)
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError):
