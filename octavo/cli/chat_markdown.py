@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -138,7 +138,7 @@ class _Cell(TableDataElement):
 class _Markdown(Markdown):
     """Markdown that shows all of a text: line breaks, tags, addresses of links and images."""
 
-    elements: dict[str, type[MarkdownElement]] = {  # type: ignore[misc]  # noqa: RUF012
+    elements: ClassVar[dict[str, type[MarkdownElement]]] = {
         **Markdown.elements,
         "fence": _Code,
         "code_block": _Code,

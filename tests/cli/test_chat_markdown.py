@@ -60,7 +60,7 @@ def test_a_text_that_grew_looks_like_one_that_was_there_at_once(seed: int, heigh
 
 def test_parts_are_printed_as_soon_as_nothing_can_change_them() -> None:
     def parts(text: str, most_lines: int = 3) -> list[tuple[str, bool]]:
-        return [tuple(piece) for piece in split(Piece(text, False), most_lines)]  # type: ignore[misc]
+        return [(piece.text, piece.goes_on) for piece in split(Piece(text, False), most_lines)]
 
     assert parts("one\n\ntwo") == [("one\n\ntwo", False)], "the last line may become anything"
     assert parts("one\n\ntwo\n") == [("one\n\n", False), ("two\n", False)]

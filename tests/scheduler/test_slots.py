@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from octavo.core.config import SchedulerOptions
@@ -32,9 +34,9 @@ def test_blocks_of_a_step_are_taken_at_once_where_there_are_enough(
     calls: list[int] = []
     grow = blocks.grow
 
-    def counting(writes: list[Write], *others: object) -> object:
+    def counting(writes: list[Write], *others: Any) -> object:
         calls.append(len(writes))
-        return grow(writes, *others)  # type: ignore[arg-type]
+        return grow(writes, *others)
 
     answers = [engine.add(request) for request in requests]
     engine.step()  # the prompts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from octavo.core.config import SchedulerOptions
@@ -71,9 +73,9 @@ def test_blocks_with_more_slots_than_a_byte_can_say(depth: int, monkeypatch: pyt
     writes: list[Write] = []
     grow = engine.blocks.grow
 
-    def recording(new: list[Write], *others: object) -> object:
+    def recording(new: list[Write], *others: Any) -> object:
         writes.extend(new)
-        return grow(new, *others)  # type: ignore[arg-type]
+        return grow(new, *others)
 
     monkeypatch.setattr(engine.blocks, "grow", recording)
     while engine.scheduler.has_work:
