@@ -61,14 +61,6 @@ def test_all_answers_under_every_schedule(script: Any, floats: str, kind: str) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_few_answers_without_any_instruction_set(script: Any, kind: str) -> None:
-    few = ["--kinds", kind, "--requests", FEW, "--schedules", "one batch"]
-    assert script.main(["compare", *few, "--floats", "generic", "--integers", ",".join(INTEGERS)]) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ("int8", "int4", "gguf"))
 def test_integers_without_any_instruction_set(script: Any, kind: str) -> None:
     few = ["--kinds", kind, "--requests", FEW, "--schedules", "one batch"]
