@@ -40,6 +40,9 @@ class KernelFigures:
     limit_gflop_per_s: float
     #: Of the limit that applies: the larger of the shares of both.
     share_of_limit: float
+    #: The same of the fastest run. Limits of operations are a fastest run's, too, so where processors are shared with
+    #: others this is what the kernel reaches, and ``share_of_limit`` what was left of it.
+    share_at_best: float
     #: Load of the machine in the last minute: processes that ran or wanted to.
     load: float
 
@@ -83,29 +86,32 @@ def measure(
 def measure_case(kernels: Kernels, case: KernelCase, device: str, limits: Limits) -> KernelFigures:
     """Measures one kernel at one shape, and its limits right before and after it."""
     before, limit_gflops = limits(case)
-    seconds = _seconds(kernels, case, device) / case.calls
+    median, best = (seconds / case.calls for seconds in _seconds(kernels, case, device))
     limit_gb = (before + limits(case)[0]) / 2
-    bandwidth, rate = case.bytes / seconds / 1e9, case.flops / seconds / 1e9
+    bandwidth, rate = case.bytes / median / 1e9, case.flops / median / 1e9
+    share = max(bandwidth / limit_gb, rate / limit_gflops)
     return KernelFigures(
         kernel=case.kernel,
         shape=case.shape,
         rows=case.rows,
-        microseconds=seconds * 1e6,
+        microseconds=median * 1e6,
         gb_per_s=bandwidth,
         gflop_per_s=rate,
         limit_gb_per_s=limit_gb,
         limit_gflop_per_s=limit_gflops,
-        share_of_limit=max(bandwidth / limit_gb, rate / limit_gflops),
+        share_of_limit=share,
+        share_at_best=share * median / best,
         load=os.getloadavg()[0],
     )
 
 
-def _seconds(kernels: Kernels, case: KernelCase, device: str) -> float:
-    """Median seconds of a run of all calls; a minimum would favour short cases on a busy machine."""
+def _seconds(kernels: Kernels, case: KernelCase, device: str) -> tuple[float, float]:
+    """Median and least seconds of a run of all calls; the minimum favours short cases on a busy machine."""
     if device == "cuda":
         from octavo.kernels.torch_limits import graphed, seconds_per_call
 
-        return seconds_per_call(graphed(lambda: case.forward(case.batch), device), device)
+        seconds = seconds_per_call(graphed(lambda: case.forward(case.batch), device), device)
+        return seconds, seconds
     replay = kernels.capture(case.forward, BatchSize(case.rows, 1, 1, 1, BLOCK))
     replay(case.batch)
     times: list[float] = []
@@ -114,4 +120,4 @@ def _seconds(kernels: Kernels, case: KernelCase, device: str) -> float:
         start = time.perf_counter()
         replay(case.batch)
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(times), min(times)

@@ -67,10 +67,10 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
             stream,
             f"{kernels.describe()}, {quantization or dtype}: {known}\n"
             f"{'kernel':27} {'shape':>14} {'rows':>5} {'us':>10} {'GB/s':>7} {'of':>5} {'GFLOP/s':>8} {'of':>5}"
-            f" {'of limit':>8} {'load':>5}",
+            f" {'of limit':>8} {'at best':>7} {'load':>5}",
             lambda f: (
                 f"{f.kernel:27} {f.shape:>14} {f.rows:5} {f.microseconds:10.1f} {f.gb_per_s:7.1f}"
                 f" {f.limit_gb_per_s:5.1f} {f.gflop_per_s:8.1f} {f.limit_gflop_per_s:5.0f} {f.share_of_limit:8.0%}"
-                f" {f.load:5.1f}"
+                f" {f.share_at_best:7.0%} {f.load:5.1f}"
             ),
         )

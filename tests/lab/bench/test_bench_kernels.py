@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,16 @@ def test_figures_of_all_kernels(tiny_model: Path, tmp_path: Path, monkeypatch: p
         assert row["microseconds"] > 0 and row["gb_per_s"] > 0 and row["gflop_per_s"] > 0 and row["share_of_limit"] > 0
         shares = row["gb_per_s"] / row["limit_gb_per_s"], row["gflop_per_s"] / row["limit_gflop_per_s"]
         assert row["share_of_limit"] == pytest.approx(max(shares), rel=0.05, abs=0.01)
+        assert row["share_at_best"] >= row["share_of_limit"]
+
+
+def test_the_fastest_run_counts_apart(kernels: Kernels, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = next(linear_cases(kernels, read_model_config(tiny_model), Types(DType.FLOAT32), SHAPES))
+    case = replace(some, bytes=8e9, flops=2e9, calls=2)
+    monkeypatch.setattr(measuring, "_seconds", lambda *_: (4.0, 2.0))
+    figures = measuring.measure_case(kernels, case, "cpu", lambda _: (8.0, 10.0))
+    assert (figures.microseconds, figures.gb_per_s, figures.gflop_per_s) == (2e6, 4.0, 1.0)
+    assert (figures.share_of_limit, figures.share_at_best) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(("kind", "bytes_of_weight", "of_head"), [(None, 2, 2), ("int8", 1, 1), ("int4", 0.5, 1)])
