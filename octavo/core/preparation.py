@@ -2,7 +2,7 @@
 
 There is one contract for all kinds.
 A kind is one entry of ``KINDS``: what a request needs of it, how many are kept, and the ``Preparer``
-(``octavo/runner/preparations.py``) that makes them on a worker. Scheduler, plans and executors know no kind by name.
+(``octavo/runner/preparers.py``) that makes them on a worker. Scheduler, plans and executors know no kind by name.
 """
 
 from __future__ import annotations

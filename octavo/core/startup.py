@@ -25,8 +25,8 @@ class WorkerFacts:
     host_cache_bytes: int
     #: Seconds of each part of the start.
     seconds: dict[str, float] = field(default_factory=dict)
-    #: How many adapters there may be, and their memory; empty without adapters.
-    adapters: str = ""
+    #: What it keeps of what requests need, as adapters: a line for a kind that has something to say.
+    preparations: list[str] = field(default_factory=list)
     #: What drafts with a network of its own, and its share of the memory; empty if nothing does.
     drafter: str = ""
 
@@ -87,7 +87,7 @@ class StartupFacts:
             f"{sum(group.num_host_blocks for group in self.groups)} host blocks ({host:.2f} GiB)"
             if self.groups
             else f"no KV cache: texts of up to {self.max_model_len} tokens are computed whole, each in one step",
-            *([f"adapters: {self.workers[0].adapters}"] if self.workers[0].adapters else []),
+            *self.workers[0].preparations,
             *([f"drafts: {self.workers[0].drafter}"] if self.workers[0].drafter else []),
             f"steps: at most {self.max_num_seqs} sequences run at once, {self.token_budget} tokens a step",
             f"ready in {self.seconds:.2f} s: " + ", ".join(f"{part} {taken:.2f} s" for part, taken in parts.items()),

@@ -31,13 +31,26 @@ class ImagePreparer(Preparer):
     def __init__(self, context: PreparerContext) -> None:
         # Not the context, which has the network.
         self._device, self._kernels = context.device, context.layers.kernels
-        self._block_size = context.options.block_size
+        self._options, self._config = context.options, context.config
         self._network: Network | None = context.network
         self._features: dict[str, np.ndarray] = {}
         self._jobs: deque[_Job] = deque()
         self._runner: TowerRunner | None = None
         #: Whether the first job's first piece is under way.
         self._has_begun = False
+
+    def reserved_bytes(self, free: int) -> int:
+        """See ``Preparer``: about what the tower takes for the largest piece, and the features that are kept."""
+        assert self._network is not None
+        tower, options = self._network.tower, self._options
+        if tower is None:
+            return 0
+        rows = 4 * (options.max_model_len or self._config.max_position)
+        if tower.max_rows is not None:
+            rows = min(rows, tower.max_rows)
+        width = tower.workspace.num_kv_heads * tower.workspace.head_dim
+        # Stream, norm, queries, keys, values, what attention gives and a feed-forward network of four times the width.
+        return 4 * rows * (tower.row_width + 14 * width) + options.image_cache_bytes
 
     def prepare(self, payload: bytes) -> list[TowerInput]:
         """See ``Preparer``; the payload is an ``ImageInput``."""
@@ -90,7 +103,7 @@ class ImagePreparer(Preparer):
     def _tower_runner(self) -> TowerRunner:
         if self._runner is None:
             assert self._network is not None and self._network.tower is not None
-            self._runner = TowerRunner(self._network.tower, self._device, self._kernels, self._block_size)
+            self._runner = TowerRunner(self._network.tower, self._device, self._kernels, self._options.block_size)
         return self._runner
 
     def release(self) -> None:

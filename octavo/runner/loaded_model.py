@@ -26,10 +26,8 @@ from octavo.runner.kv_layers import KVLayers, Workspace, find_groups
 from octavo.runner.make_device import make_device
 from octavo.runner.memory import WorkerShare
 from octavo.runner.preparers import PreparerContext, WorkerPreparations, make_preparers
-from octavo.runner.prompt_adapters import PromptAdapters, virtual_token_bytes
 from octavo.runner.ranks import Ranks
 from octavo.runner.setup import find_drafter, load_network, make_context, make_kernels
-from octavo.runner.tower_runner import tower_bytes
 from octavo.sampling.sampler import Sampler, TokenTable
 
 if TYPE_CHECKING:  # these are imported where they are enabled
@@ -38,6 +36,7 @@ if TYPE_CHECKING:  # these are imported where they are enabled
     from octavo.runner.image_preparer import ImagePreparer
     from octavo.runner.lora_preparer import LoraPreparer
     from octavo.runner.network_drafter import DraftSource, WorkerDrafter
+    from octavo.runner.prompt_adapters import PromptAdapters
 
 
 class LoadedModel:
@@ -97,23 +96,8 @@ class LoadedModel:
         if drafts is not None:
             with self.timed("drafter"):
                 self.drafter = drafts.load(self.context, self.network)
-        preparers = make_preparers(
-            PreparerContext(options, config, folder, self.context, self.network, layout.is_last_stage, self.device)
-        )
-        self.preparations = WorkerPreparations(preparers, options.image_step_ms / 1000)
-        # What steps ask of them.
-        self.grammars = cast("GrammarPreparer", preparers["grammar"])
-        self.encoder_inputs = cast("EncoderInputPreparer", preparers["encoder_input"])
-        self.images = cast("ImagePreparer", preparers["image"])
-        self.loras = cast("LoraPreparer | None", preparers.get("lora"))
-        self.prompt_adapters = cast(PromptAdapters | None, preparers.get("prompt_adapter"))
-        if options.enable_lora:
-            from octavo.runner.lora_preparer import reserved_bytes
-
-            self.device.reserved = reserved_bytes(options, self.network, share.free_memory())
-        self.device.reserved += virtual_token_bytes(options, self.network, self.context)
-        if self.network.tower is not None:
-            self.device.reserved += tower_bytes(self.network.tower, options, config)
+        self._make_preparers()
+        self.device.reserved = self.preparations.reserved_bytes(share.free_memory())
         if drafts is not None and self.device.name == "cpu":
             self.device.reserved += memory.activation_bytes(drafts.config, options)
         draft_specs = [] if self.drafter is None else self.drafter.kv_specs
@@ -122,6 +106,19 @@ class LoadedModel:
         self.layers = KVLayers(self.kernels, groups, options.block_size, draft_specs, workspace)
         if groups:
             self.device.reserved += self.layers.workspace_bytes()
+
+    def _make_preparers(self) -> None:
+        samples = self.ranks.layout.is_last_stage
+        preparers = make_preparers(
+            PreparerContext(self.options, self.config, self.folder, self.context, self.network, samples, self.device)
+        )
+        self.preparations = WorkerPreparations(preparers, self.options.image_step_ms / 1000)
+        # What steps ask of them.
+        self.grammars = cast("GrammarPreparer", preparers["grammar"])
+        self.encoder_inputs = cast("EncoderInputPreparer", preparers["encoder_input"])
+        self.images = cast("ImagePreparer", preparers["image"])
+        self.loras = cast("LoraPreparer | None", preparers.get("lora"))
+        self.prompt_adapters = cast("PromptAdapters | None", preparers.get("prompt_adapter"))
 
     def _check_weights_fit(self, drafts: DraftSource | None) -> None:
         config, context, free = self.config, self.context, self.device.free_memory()

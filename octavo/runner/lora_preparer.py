@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 import msgspec
 
 from octavo.core.adapters import AdapterRef
-from octavo.core.config import EngineConfig
 from octavo.core.errors import AdapterError, InsufficientMemoryError
+from octavo.core.startup import GIB
 from octavo.kernels.lora import LowRank, LowRankEmbedding, PackedAdapter
 from octavo.layers.lora import LoraLayer
 from octavo.loader.adapters.adapter_files import read_adapter
@@ -50,7 +50,7 @@ class LoraPreparer(AdapterPreparer):
 
     def __init__(self, context: PreparerContext) -> None:
         # Of the whole network; the worker has a share of it.
-        self._targets, self._max_rank = AdapterTargets(context.config), context.options.max_lora_rank
+        self._targets, self._options = AdapterTargets(context.config), context.options
         self._layers: Mapping[str, LoraLayer] = dict(context.network.lora_layers())
         self._host: dict[str, Packed] = {}
         #: By slot, and by key.
@@ -59,7 +59,9 @@ class LoraPreparer(AdapterPreparer):
 
     def prepare(self, payload: bytes) -> Packed:
         """See ``Preparer``."""
-        weights = read_adapter(msgspec.msgpack.decode(payload, type=AdapterRef), self._targets, self._max_rank)
+        weights = read_adapter(
+            msgspec.msgpack.decode(payload, type=AdapterRef), self._targets, self._options.max_lora_rank
+        )
         layers = self._layers
         names = [name for name in weights if name in layers]  # a stage of a pipeline has some of them
         return {name: layers[name].pack_lora(weights.pop(name)) for name in names}
@@ -93,6 +95,26 @@ class LoraPreparer(AdapterPreparer):
             raise RuntimeError(f"adapter {key} has no slot")
         return self._slots[key]
 
+    def reserved_bytes(self, free: int) -> int:
+        """See ``Preparer``."""
+        each, count = adapter_bytes(self._layers.values()), self._options.num_host_loras
+        if each * count > free:
+            raise InsufficientMemoryError(
+                f"{count} adapters of rank {self._options.max_lora_rank} take up to {each * count / GIB:.2f} GiB of "
+                f"host memory, but only {free / GIB:.2f} GiB are free beside the weights; lower max_cpu_loras or "
+                "max_lora_rank"
+            )
+        return each * count
+
+    def describe(self) -> str:
+        """See ``Preparer``."""
+        options, each = self._options, adapter_bytes(self._layers.values())
+        return (
+            f"adapters: {options.max_loras} slots, at most {options.num_host_loras} in host memory, of ranks up to "
+            f"{options.max_lora_rank}: {each / (1 << 20):.1f} MiB each, {each * options.num_host_loras / GIB:.2f} GiB "
+            "reserved"
+        )
+
     def detach(self) -> None:
         """See ``Preparer``."""
         self._layers = {}
@@ -115,10 +137,10 @@ class LoraPreparer(AdapterPreparer):
             layer.place_lora(slot, packed.get(name))
 
 
-def adapter_bytes(network: Network) -> int:
-    """Bytes that an adapter of the largest rank takes at most on this rank, if it adapts every layer."""
+def adapter_bytes(layers: Iterable[LoraLayer]) -> int:
+    """Bytes that an adapter of the largest rank takes at most on this rank, if it adapts each of these layers."""
     total = 0
-    for _, layer in network.lora_layers():
+    for layer in layers:
         low_rank = layer.low_rank
         if isinstance(low_rank, LowRank):
             numbers = low_rank.inputs * len(low_rank.outputs) + sum(low_rank.outputs)
@@ -128,30 +150,3 @@ def adapter_bytes(network: Network) -> int:
         rank = -(-low_rank.max_rank // _RANK_UNIT) * _RANK_UNIT
         total += numbers * rank * low_rank.dtype.itemsize
     return total
-
-
-def reserved_bytes(options: EngineConfig, network: Network, free: int) -> int:
-    """Bytes of host memory that LoRA adapters may take, of ``free``.
-
-    Raises:
-        InsufficientMemoryError: that is more than there is.
-    """
-    each, count = adapter_bytes(network), options.num_host_loras
-    if each * count > free:
-        raise InsufficientMemoryError(
-            f"{count} adapters of rank {options.max_lora_rank} take up to {each * count / (1 << 30):.2f} GiB of host "
-            f"memory, but only {free / (1 << 30):.2f} GiB are free beside the weights; lower max_cpu_loras or "
-            "max_lora_rank"
-        )
-    return each * count
-
-
-def describe_adapters(options: EngineConfig, network: Network) -> str:
-    """How many adapters there may be, and their memory; empty if adapters are not enabled."""
-    if not options.enable_lora:
-        return ""
-    each, count = adapter_bytes(network), options.num_host_loras
-    return (
-        f"{options.max_loras} slots, at most {count} in host memory, of ranks up to {options.max_lora_rank}: "
-        f"{each / (1 << 20):.1f} MiB each, {each * count / (1 << 30):.2f} GiB reserved"
-    )

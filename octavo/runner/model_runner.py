@@ -22,7 +22,6 @@ from octavo.runner.device_batch import SampledTokens
 from octavo.runner.image_tokens import ImageTokens
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.loaded_model import LoadedModel
-from octavo.runner.lora_preparer import describe_adapters
 from octavo.runner.network_drafter import add_drafts
 from octavo.runner.pending import QueuedStep
 from octavo.runner.pooling import Pooling
@@ -126,7 +125,7 @@ class ModelRunner:
             weight_bytes(loaded.network),
             *self._cache_bytes,
             dict(loaded.startup_seconds),
-            describe_adapters(loaded.options, loaded.network),
+            loaded.preparations.describe(),
             drafter,
         )
 

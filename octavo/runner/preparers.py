@@ -14,7 +14,7 @@ from typing import Any
 from octavo.core.config import EngineConfig
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.preparation import KINDS
+from octavo.core.preparation import KINDS, limits_of
 from octavo.layers.context import LayerContext
 from octavo.models.network import Network
 from octavo.runner.device import Device
@@ -81,6 +81,18 @@ class Preparer(ABC):
     def place(self, slot: int, key: str) -> None:
         """Puts a thing that it keeps into a slot, in place of what is in it."""
         raise RuntimeError(f"{key} needs no slot")
+
+    def reserved_bytes(self, free: int) -> int:
+        """Bytes of host memory, of ``free``, that are kept for its things and what makes them.
+
+        Raises:
+            InsufficientMemoryError: they would be more than there are.
+        """
+        return 0
+
+    def describe(self) -> str:
+        """A line that says at a start how much it keeps; empty: nothing that is worth a line."""
+        return ""
 
     def begin_thread(self) -> None:  # noqa: B027
         """Called first in each thread."""
@@ -184,6 +196,18 @@ class WorkerPreparations:
             self._kept[key] = preparer
             result.prepared.append(key)
 
+    def reserved_bytes(self, free: int) -> int:
+        """Bytes of host memory, of ``free``, that are kept for all kinds.
+
+        Raises:
+            InsufficientMemoryError: there are not so many.
+        """
+        return sum(preparer.reserved_bytes(free) for preparer in self._preparers.values())
+
+    def describe(self) -> list[str]:
+        """What the kinds have to say of how much they keep."""
+        return [line for preparer in self._preparers.values() if (line := preparer.describe())]
+
     def detach(self) -> None:
         """Forgets the network, which is to be freed; what is prepared stays in host memory."""
         wait([future for _, _, future in self._preparing.values()])
@@ -199,8 +223,7 @@ class WorkerPreparations:
 def make_preparers(context: PreparerContext) -> dict[str, Preparer]:
     """By kind, the preparers of the kinds that are enabled."""
     preparers: dict[str, Preparer] = {}
-    for name, kind in KINDS.items():
-        if kind.limits(context.options) is not None:
-            module, _, class_name = kind.preparer.partition(":")
-            preparers[name] = getattr(importlib.import_module(module), class_name)(context)
+    for name in limits_of(context.options):
+        module, _, class_name = KINDS[name].preparer.partition(":")
+        preparers[name] = getattr(importlib.import_module(module), class_name)(context)
     return preparers

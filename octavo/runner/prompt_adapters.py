@@ -17,11 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.adapters import AdapterRef
-from octavo.core.config import EngineConfig
 from octavo.core.plan import NewSequence
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.interface import Kernels
-from octavo.layers.context import LayerContext
 from octavo.layers.linear import share_heads
 from octavo.loader.adapters.prompt import VirtualTokens, VirtualTokenSizes, read_prompt_adapter
 from octavo.models.network import Network
@@ -34,18 +32,13 @@ from octavo.sampling.sampler import TokenTable
 _Write = tuple[np.ndarray, slice, NDArray[np.int64]]
 
 
-def virtual_token_bytes(options: EngineConfig, network: Network, context: LayerContext) -> int:
-    """Bytes of host memory that as many virtual tokens as there may be take at most on this rank."""
-    keys_values = sum(spec.vectors * spec.num_kv_heads * spec.head_dim for spec in network.kv_specs)
-    return options.num_virtual_tokens * max(keys_values, network.config.hidden_size) * context.dtype.itemsize
-
-
 class PromptAdapters(AdapterPreparer):
     """Owns the virtual tokens of the adapters in memory, and knows which sequences still have some to compute."""
 
     def __init__(self, context: PreparerContext) -> None:
         options = context.options
         self._config, self._context = context.config, context.layers
+        self._num_tokens = options.num_virtual_tokens
         self._network: Network | None = context.network
         self._rows = options.max_prompt_adapter_token
         self._free = list(range(options.max_prompt_adapters))[::-1]
@@ -82,6 +75,12 @@ class PromptAdapters(AdapterPreparer):
     def drop(self, key: str) -> None:
         """See ``Preparer``."""
         self._free.append(self._held.pop(key)[0])
+
+    def reserved_bytes(self, free: int) -> int:
+        """See ``Preparer``: as many virtual tokens as there may be, of the largest kind, on this rank."""
+        assert self._network is not None
+        keys_values = sum(spec.vectors * spec.num_kv_heads * spec.head_dim for spec in self._network.kv_specs)
+        return self._num_tokens * max(keys_values, self._config.hidden_size) * self._context.dtype.itemsize
 
     def detach(self) -> None:
         """See ``Preparer``."""

@@ -6,10 +6,8 @@ import weakref
 
 import numpy as np
 
-from octavo.core.config import EngineConfig
 from octavo.core.dtypes import DType
 from octavo.core.kv_spec import LayerGroup
-from octavo.core.model_config import ModelConfig
 from octavo.kernels.arrays import Array
 from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
@@ -21,16 +19,6 @@ from octavo.runner.step_inputs import FlatInputs
 
 #: Rows of the smallest recording; larger pieces have one of twice, four times as many, and so on.
 _LEAST_ROWS = 64
-
-
-def tower_bytes(tower: Tower, options: EngineConfig, config: ModelConfig) -> int:
-    """About the bytes that a tower takes beside its weights, and the features that are kept, for the largest piece."""
-    rows = 4 * (options.max_model_len or config.max_position)
-    if tower.max_rows is not None:
-        rows = min(rows, tower.max_rows)
-    width = tower.workspace.num_kv_heads * tower.workspace.head_dim
-    # Stream, norm, queries, keys, values, what attention gives and a feed-forward network of four times the width.
-    return 4 * rows * (tower.row_width + 14 * width) + options.image_cache_bytes
 
 
 class TowerRunner:

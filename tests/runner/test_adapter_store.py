@@ -214,17 +214,16 @@ def test_memory_of_adapters_is_reserved(network: Path) -> None:
         network, kernels="reference", enable_lora=True, max_loras=2, max_cpu_loras=4, max_lora_rank=8
     )
     loaded = with_adapters.runner.loaded
-    network_bytes = lora_preparer.adapter_bytes(loaded.network)
+    network_bytes = lora_preparer.adapter_bytes(layer for _, layer in loaded.network.lora_layers())
     # Both matrices of seven in each of two layers, of embedding and head, in float32 and of a rank of 16.
     qkvo = 2 * (32 + 32) + 2 * (32 + 16)
     assert network_bytes == 4 * 16 * (2 * (qkvo + 3 * (32 + 64)) + 2 * (32 + 64))
-    assert lora_preparer.reserved_bytes(loaded.options, loaded.network, 1 << 40) == 4 * network_bytes
+    assert loaded.preparations.reserved_bytes(1 << 40) == 4 * network_bytes
     with pytest.raises(InsufficientMemoryError, match=r"4 adapters of rank 8 take up to .* lower max_cpu_loras"):
-        lora_preparer.reserved_bytes(loaded.options, loaded.network, network_bytes)
-    assert with_adapters.runner.startup_facts().adapters.startswith(
-        "2 slots, at most 4 in host memory, of ranks up to 8"
-    )
-    assert plain.runner.startup_facts().adapters == ""
+        loaded.preparations.reserved_bytes(network_bytes)
+    (line,) = with_adapters.runner.startup_facts().preparations
+    assert line.startswith("adapters: 2 slots, at most 4 in host memory, of ranks up to 8")
+    assert plain.runner.startup_facts().preparations == []
 
 
 def test_the_thread_that_reads_ends_with_the_worker(network: Path, refs: list[AdapterRef]) -> None:
