@@ -62,6 +62,7 @@ def read_files(options: EngineConfig) -> list[tuple[str, str]]:
     return [(read_text(path, "shared prefix"), path) for path in options.shared_prefix or ()]
 
 
+@memory_errors()
 def find_files(options: EngineConfig) -> ModelFiles:
     """``find_model`` for an engine in this process.
 
@@ -75,10 +76,10 @@ def find_files(options: EngineConfig) -> ModelFiles:
             "make several engines, or use octavo.data"
         )
     model = find_model(options)
-    with memory_errors():
-        return model.with_config(read_model_config(model.folder, options.hf_overrides))
+    return model.with_config(read_model_config(model.folder, options.hf_overrides))
 
 
+@memory_errors()
 def find_model(options: EngineConfig, when_found: Callable[[Path], object] = lambda folder: None) -> FoundModel:
     """Finds (or fetches) the model; wrong names in options are refused before.
 
@@ -97,5 +98,4 @@ def find_model(options: EngineConfig, when_found: Callable[[Path], object] = lam
     )
     sampling = default_sampling(options.generation_config, folder)
     when_found(folder)
-    with memory_errors():
-        return FoundModel(options, folder, find_tokenizer(options, folder), sampling, prefixes)
+    return FoundModel(options, folder, find_tokenizer(options, folder), sampling, prefixes)

@@ -81,6 +81,19 @@ for room in (4, 700):
 """
 
 
+def test_memory_that_runs_out_before_the_weights_is_an_error_of_our_own(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    for step in ("default_sampling", "find_tokenizer", "read_model_config"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"octavo.engine.model_files.{step}", fails)
+            with pytest.raises(InsufficientMemoryError, match="memory ran out"):
+                LLM(str(tiny_model), device="cpu")
+
+
 def test_a_low_limit_of_addresses_is_an_error_of_our_own(tiny_model: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", _LOW_ADDRESSES, str(tiny_model)], capture_output=True, text=True, timeout=120
