@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
 import zipfile
@@ -38,6 +39,8 @@ def test_the_workflow_builds_on_both_architectures_and_publishes_all_of_it() -> 
     assert built == {"x86_64", "aarch64"}
     assert set(jobs["publish"]["needs"]) == {"wheels", "sdist"}
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    actions = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]
+    assert actions and all(re.fullmatch(r"[\w/.-]+@[0-9a-f]{40}", action) for action in actions), "tags can be moved"
 
 
 @pytest.mark.parametrize(
