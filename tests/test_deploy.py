@@ -180,6 +180,11 @@ def test_the_pod_is_asked_about_loading_before_it_is_asked_whether_it_lives(pod:
     assert pod["securityContext"]["runAsNonRoot"]
 
 
+def test_the_pod_gets_no_variables_that_look_like_options(pod: dict[str, Any]) -> None:
+    """Kubernetes tells pods of each service NAME by NAME_PORT=tcp://..., and that of this one is named octavo."""
+    assert pod["enableServiceLinks"] is False
+
+
 @pytest.mark.slow
 def test_the_manifests_have_the_form_that_kubernetes_wants() -> None:
     validate = pytest.importorskip("kubernetes_validate")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from octavo.cli.parsing import Arguments, Parser
@@ -33,6 +35,7 @@ If the engine dies, open requests fail at once, /health answers 503, and the exi
 
 def main(argv: list[str]) -> int:
     """Reads the flags and serves; the engine's process is started before that, so that both import at the same time."""
+    before = signal.signal(signal.SIGTERM, _end_start)
     gc.disable()  # imports make many objects that stay; a server that is ready collects by its own rules
     # Otherwise the first model of pydantic reads the entry points of all packages that are installed.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
@@ -54,6 +57,12 @@ def main(argv: list[str]) -> int:
     finally:
         if process is not None:
             process.kill()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end_start(number: int, frame: FrameType | None) -> None:
+    """Ends a server that is not ready at SIGTERM: the first process of a container has no default action for it."""
+    raise SystemExit(0)
 
 
 def make_parser() -> Parser:

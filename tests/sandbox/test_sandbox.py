@@ -52,6 +52,17 @@ def test_a_call_that_fails_says_why_and_the_next_is_answered(sandbox: Sandbox) -
     assert answer(sandbox, "echo", b"after").content == b"after"
 
 
+def test_a_supervisors_signal_ends_no_call(sandbox: Sandbox, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    process = psutil.Process(int(answer(sandbox, "process").content))
+    held = submit(sandbox, "hold", go)
+    eventually(lambda: len(sandbox._idle) == pool.NUM_PROCESSES - 1)
+    process.terminate()
+    go.touch()
+    assert held.result(PATIENCE) == SandboxAnswer(seconds=held.result().seconds)
+    assert answer(sandbox, "process").content == str(process.pid).encode()
+
+
 def test_clients_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pool, "NUM_PROCESSES", 1)
     monkeypatch.setattr(pool, "MOST_OF_CLIENT", 1)

@@ -130,6 +130,28 @@ def test_a_server_answers_from_its_first_moment_and_its_address_is_taken_by_then
             process.kill()
 
 
+def test_a_server_that_is_told_to_stop_while_it_loads_stops(tiny_model: Path) -> None:
+    """Not by the signal's default action, which the first process of a container does not have."""
+    port = free_port()
+    command = [sys.executable, "-m", "octavo", "serve", str(tiny_model), "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        try:
+            eventually(lambda: answers(port))
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.terminate()
+            assert process.wait(PATIENCE) == 0
+            assert process.stderr is not None and b"Traceback" not in process.stderr.read()
+            eventually(lambda: not any(child.is_running() for child in children))
+        finally:
+            process.kill()
+
+
+def answers(port: int) -> bool:
+    """Whether somebody listens."""
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_the_profile_says_when_each_process_did_what(tiny_model: Path, tmp_path: Path) -> None:
     flags = ("--profile-startup", "--tensor-parallel-size", "2")
     with running(tiny_model, tmp_path / "log", *TINY, *flags) as server:
