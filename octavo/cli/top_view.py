@@ -20,6 +20,8 @@ _STYLES = {
 _SPARKS = "▁▂▃▄▅▆▇█"
 #: Cells of the map, at most, in lines; groups and changes that are listed.
 _MAP_LINES, _GROUPS, _CHANGES = 6, 12, 6
+#: Columns of a terminal that has room for whole ids; in others one has at most so many characters.
+_WIDE, _SHORT = 140, 20
 
 
 class StepHistory:
@@ -27,7 +29,8 @@ class StepHistory:
 
     def __init__(self) -> None:
         self.steps: dict[int, deque[StepRecord]] = {}
-        self.changes: dict[int, deque[Change]] = {}
+        #: Each with the ids of the requests of its view.
+        self.changes: dict[int, deque[tuple[Change, dict[int, str]]]] = {}
 
     def add(self, event: EngineEvent) -> None:
         """Takes an event."""
@@ -35,7 +38,9 @@ class StepHistory:
             self.steps.clear()
         for view in event.views:
             self.steps.setdefault(view.replica, deque(maxlen=1000)).extend(view.steps)
-            self.changes.setdefault(view.replica, deque(maxlen=_CHANGES)).extend(view.changes)
+            self.changes.setdefault(view.replica, deque(maxlen=_CHANGES)).extend(
+                (change, view.request_ids) for change in view.changes
+            )
 
 
 def render(event: EngineEvent, history: StepHistory, width: int) -> RenderableType:
@@ -48,8 +53,9 @@ def render(event: EngineEvent, history: StepHistory, width: int) -> RenderableTy
         steps = history.steps.get(view.replica, deque())
         parts += [_headline(view, steps), *(_map(shown, width) for shown in view.blocks if _is_shown(shown))]
         parts += [_sparks("tokens ", [s.prefill_tokens + s.decode_tokens for s in steps], width)]
-        parts += [_sparks("ms     ", [1e3 * s.seconds for s in steps], width), _queues(view)]
-        parts += [Text(_words(change), style="dim") for change in history.changes.get(view.replica, ())]
+        parts += [_sparks("ms     ", [1e3 * s.seconds for s in steps], width), _queues(view, width)]
+        changes = history.changes.get(view.replica, ())
+        parts += [Text(_words(change, ids, width), style="dim") for change, ids in changes]
     return Group(*(parts or [Text("no engine core answers")]))
 
 
@@ -114,27 +120,33 @@ def _sparks(name: str, values: list[float] | list[int], width: int) -> Text:
     return Text(f"{name}{bars} ≤ {most:.4g}")
 
 
-def _queues(view: EngineView) -> RenderableType:
+def _name(group_id: int, ids: dict[int, str], width: int) -> str:
+    """The id by which clients know a request, in short where the terminal is narrow; else the engine's number."""
+    name = ids.get(group_id, str(group_id))
+    return name if width >= _WIDE or len(name) <= _SHORT else f"{name[:13]}…{name[-6:]}"
+
+
+def _queues(view: EngineView, width: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("request", "state", "prompt", "output", "computed", "age", "preempted"):
         table.add_column(title, justify="left" if title in ("state", "preempted") else "right")
     for row in view.groups[:_GROUPS]:
-        name = f"{row.group_id}" + (f" x {row.num_seqs}" if row.num_seqs > 1 else "")
+        name = _name(row.group_id, view.request_ids, width) + (f" x {row.num_seqs}" if row.num_seqs > 1 else "")
         counts = (str(count) for count in (row.prompt_tokens, row.output_tokens, row.computed_tokens))
-        table.add_row(name, row.status, *counts, f"{row.age:.1f} s", _preempted(row))
+        table.add_row(name, row.status, *counts, f"{row.age:.1f} s", _preempted(row, view.request_ids, width))
     left = len(view.groups) - _GROUPS
     return Group(table, Text(f"and {left} more", style="dim")) if left > 0 else table
 
 
-def _preempted(row: GroupRow) -> str:
+def _preempted(row: GroupRow, ids: dict[int, str], width: int) -> str:
     parts = [f"{row.recomputes} recomputed ({row.recomputed_tokens} tokens)"] if row.recomputes else []
     parts += [f"{row.swaps} swapped ({row.swapped_blocks} blocks)"] if row.swaps else []
     if parts and row.preempted_for is not None:
-        parts.append(f"for {row.preempted_for}")
+        parts.append(f"for {_name(row.preempted_for, ids, width)}")
     return ", ".join(parts)
 
 
-def _words(change: Change) -> str:
-    group = "" if change.group_id < 0 else f" of request {change.group_id}"
+def _words(change: Change, ids: dict[int, str], width: int) -> str:
+    group = "" if change.group_id < 0 else f" of request {_name(change.group_id, ids, width)}"
     cost = f", cost {change.cost}" if change.cost else ""
     return f"step {change.step}: {change.kind}{group} {' '.join(map(str, change.blocks[:8]))}{cost}"

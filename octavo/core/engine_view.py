@@ -19,6 +19,9 @@ NUM_STEPS = 1000
 MAX_GROUPS = 128
 #: Changes in a view, the last ones; see ``EngineView.num_changes``.
 MAX_CHANGES = 128
+#: Requests that a view names, at most, and characters of an id; a longer one is cut.
+MAX_REQUEST_IDS = 512
+MAX_ID_LENGTH = 128
 #: A map of more blocks, or of more runs, is sent in bins.
 MAX_EXACT_BLOCKS = 8192
 MAX_RUNS = 4096
@@ -162,6 +165,8 @@ class EngineView(msgspec.Struct):
     evicted_blocks: int
     #: Seconds that it took to make this view.
     cost: float = 0.0
+    #: By group: the ids by which clients and logs know the open requests that the view mentions. Of a simulation: none.
+    request_ids: dict[int, str] = {}
 
 
 class ReplicaRow(msgspec.Struct):

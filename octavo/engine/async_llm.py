@@ -24,6 +24,7 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.replica import ReplicaState
 from octavo.engine.shared_prefixes import SharedPrefix, request_id_of
 from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.view_names import name_requests
 from octavo.executor.worker import function_name
 
 if TYPE_CHECKING:
@@ -255,7 +256,10 @@ class AsyncLLM(AsyncEngine):
         ``fresh``: all steps that are known. For one who watches; two would take each other's steps.
         """
         await self.ready()
-        return await self._replicas.views(fresh)
+        views = await self._replicas.views(fresh)
+        for view in views:
+            name_requests(view, self.front_end.outputs.id_of_group)
+        return views
 
     async def collective_rpc(
         self,

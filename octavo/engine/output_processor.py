@@ -130,6 +130,11 @@ class OutputProcessor:
         """Those that have not ended, in order of their arrival."""
         return [self._groups[group_id] for group_id in sorted(self._groups)]
 
+    def id_of_group(self, group_id: int) -> str | None:
+        """The id of the open request that the engine core knows by this number; None: there is none."""
+        request = self._groups.get(group_id)
+        return None if request is None else request.request_id
+
     def of_group(self, group_id: int) -> RequestState:
         """The open request that the engine core knows by this id."""
         return self._groups[group_id]

@@ -31,7 +31,7 @@ from octavo.server.middleware import client_of
 from octavo.server.prompt_fields import truncated
 from octavo.server.protocol import CompletionDetails, GenerationRequest, PromptDetails, Usage
 from octavo.server.request_params import make_beam_search_params, make_sampling_params
-from octavo.server.service import ServedModel, Service
+from octavo.server.service import ServedModel, Service, engine_request_id
 
 #: Logprobs at each position where the engine's ``max_logprobs`` is not given: as many as OpenAI's API has.
 DEFAULT_MAX_LOGPROBS = 20
@@ -50,7 +50,7 @@ class Generation:
     body: GenerationRequest
     #: The model or adapter, with its name in the response.
     model: ServedModel
-    #: Id of the response, such as ``cmpl-...``; the engine's requests are ``ID-0``, ``ID-1``, ...
+    #: Id of the response, such as ``cmpl-...``; the engine's requests have ``engine_request_id``.
     response_id: str
     prompts: list[TokensPrompt]
     params: SamplingParams | BeamSearchParams
@@ -75,7 +75,8 @@ class Generation:
             ApiError: the queue is full, or a completion failed; all prompts are aborted.
             InvalidRequestError: a prompt cannot be served; all prompts are aborted.
         """
-        prompts = {f"{self.response_id}-{i}": prompt for i, prompt in enumerate(self.prompts)}
+        count = len(self.prompts)
+        prompts = {engine_request_id(self.response_id, i, count): prompt for i, prompt in enumerate(self.prompts)}
         self.service.queue.enter({name: num_prompt_tokens(prompt) for name, prompt in prompts.items()})
         runs = [self._run(name, prompt) for name, prompt in prompts.items()]
         try:

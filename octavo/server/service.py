@@ -239,6 +239,11 @@ def make_service(
     return Service(llm, options, metrics, model_names, limit, formats, responses, images, events, tracer, resolver)
 
 
+def engine_request_id(response_id: str, index: int, count: int) -> str:
+    """What engine and logs call prompt ``index`` of ``count``: as its response, with a number if that has several."""
+    return response_id if count == 1 else f"{response_id}-{index}"
+
+
 def service_of(request: Request) -> Service:
     """The ``Service`` of the application that received the request."""
     service: Service = request.app.state.service

@@ -56,9 +56,26 @@ def test_an_event_is_shown_as_text() -> None:
     assert "step 28: copy 3 4" in shown and "step 27: swap of request 7" in shown
 
 
+LONG_ID = "chatcmpl-0123456789abcdef0123456789abcdef"
+
+
+def named() -> EngineEvent:
+    shown = event()
+    shown.views[0].request_ids = {7: LONG_ID, 8: "mine"}
+    return shown
+
+
+def test_requests_are_called_by_the_ids_that_clients_know() -> None:
+    narrow, wide = text(named(), 120), text(named(), 160)
+    assert "chatcmpl-0123…abcdef x 2" in narrow and LONG_ID not in narrow
+    assert f"{LONG_ID} x 2" in wide and f"step 27: swap of request {LONG_ID}" in wide
+    assert "1 swapped (4 blocks), for mine" in wide
+
+
 @pytest.mark.parametrize("width", [20, 40, 200])
-def test_it_fits_any_terminal(width: int) -> None:
-    for line in text(event(), width).splitlines():
+@pytest.mark.parametrize("shown", [event(), named()], ids=["numbers", "ids"])
+def test_it_fits_any_terminal(shown: EngineEvent, width: int) -> None:
+    for line in text(shown, width).splitlines():
         assert len(line) <= width
 
 

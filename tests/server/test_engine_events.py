@@ -40,19 +40,19 @@ def events(server: Running) -> Iterator[Iterator[EngineEvent]]:
 
 
 @contextlib.contextmanager
-def busy(server: Running, body: dict[str, Any]) -> Iterator[None]:
-    """Requests run until the end of the block, one after the other, as one is over in a moment."""
-    ended = threading.Event()
+def busy(server: Running, body: dict[str, Any]) -> Iterator[list[str]]:
+    """Requests run until the end of the block, one after the other, as one is over in a moment; gives their ids."""
+    ended, known = threading.Event(), list[str]()
 
     def ask() -> None:
         with server.http(timeout=PATIENCE) as http:
             while not ended.is_set():
-                http.post("/v1/completions", json=body)
+                known.append(http.post("/v1/completions", json=body).json()["id"])
 
     thread = threading.Thread(target=ask)
     thread.start()
     try:
-        yield
+        yield known
     finally:
         ended.set()
         thread.join()
@@ -81,6 +81,16 @@ def test_a_view_shows_requests_that_run_and_its_counts_are_those_of_the_metrics(
         ("free", counts[BlockState.FREE]),
     ):
         assert server.metric("octavo_kv_cache_blocks", state=state) == number
+
+
+def test_a_running_request_is_called_by_the_id_that_its_client_knows(tiny_server: Running) -> None:
+    with events(tiny_server) as stream:
+        next(stream)
+        with busy(tiny_server, LONG) as known:
+            view = next(view for event in stream for view in event.views if view.groups and view.request_ids)
+    [group] = view.groups
+    assert [*view.request_ids] == [group.group_id] and view.request_ids[group.group_id] in known
+    assert view.request_ids[group.group_id].startswith("cmpl-")
 
 
 def test_steps_come_once_each_and_one_who_comes_later_gets_all_that_are_known(serve: Serve) -> None:

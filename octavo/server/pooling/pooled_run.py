@@ -26,7 +26,7 @@ from octavo.server.middleware import client_of
 from octavo.server.pooling.pooled_fields import PooledFields
 from octavo.server.pooling.pooled_inputs import PooledInput
 from octavo.server.pooling.pooling_observer import PoolingObserver
-from octavo.server.service import ServedModel, Service, service_of
+from octavo.server.service import ServedModel, Service, engine_request_id, service_of
 
 #: Least inputs of one request that are in the engine at once: enough for steps to be full, and so few that those of
 #: another request do not wait for thousands.
@@ -55,7 +55,7 @@ class PooledRun:
     #: Its task is named.
     params: PoolingParams
     inputs: list[PooledInput]
-    #: Of its id in the response; the engine's requests are ``ID-0``, ``ID-1``, ...
+    #: Of its id in the response; the engine's requests have ``engine_request_id``.
     prefix: str
     service: Service = field(init=False)
     response_id: str = field(init=False)
@@ -106,13 +106,13 @@ class PooledRun:
                 log_prompt(each.prompt.get("prompt", each.token_ids))
         config = service.llm.config
         in_engine = max(MIN_IN_ENGINE, 2 * config.max_num_seqs * config.data_parallel_size)
-        names = {f"{self.response_id}-{i}": len(each.token_ids) for i, each in enumerate(self.inputs[:in_engine])}
+        names = {self._name(i): len(each.token_ids) for i, each in enumerate(self.inputs[:in_engine])}
         service.queue.enter(names)
         waiting = iter(enumerate(self.inputs))
 
         async def take() -> None:
             for number, each in waiting:
-                outputs[number] = await self._pool(f"{self.response_id}-{number}", each)
+                outputs[number] = await self._pool(self._name(number), each)
 
         try:
             if len(self.inputs) == 1:
@@ -129,6 +129,9 @@ class PooledRun:
             service.queue.leave(*names)
             self._log()
         return [outputs[i] for i in range(len(self.inputs))]
+
+    def _name(self, number: int) -> str:
+        return engine_request_id(self.response_id, number, len(self.inputs))
 
     def _log(self) -> None:
         fields = log_fields(self.request.scope)

@@ -1,6 +1,7 @@
 // The block map: one cell a block, coloured by what it holds and by who has it; of very many blocks, one cell a bin.
 
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./dom.js";
+import { nameOf } from "./request_names.js";
 
 export const FREE = 0, CACHED = 1, USED = 2, SHARED = 3, PINNED = 4;
 const STATES = ["free", "cached", "used", "shared", "pinned"];
@@ -25,12 +26,12 @@ function shownOf(map) {
 }
 
 /** In words, for the tip and for who cannot see the map. */
-function describe(cell, map) {
+function describe(cell, map, ids) {
   if (!cell) return "";
   if (cell.bin) return `Blocks ${cell.id} to ${cell.id + cell.size - 1}: ${cell.counts.map((n, state) => n && `${n} ${STATES[state]}`).filter(Boolean).join(", ")}`;
   if (cell.group < 0) return `Block ${cell.id}: ${STATES[cell.state]}`;
   const tokens = `tokens ${cell.start} to ${cell.start + map.block_size - 1}`;
-  return `Block ${cell.id}: request ${cell.group}, ${tokens}${cell.references > 1 ? `, in ${cell.references} block tables` : ""}${cell.state === PINNED ? ", pinned" : ""}`;
+  return `Block ${cell.id}: request ${nameOf(ids, cell.group)}, ${tokens}${cell.references > 1 ? `, in ${cell.references} block tables` : ""}${cell.state === PINNED ? ", pinned" : ""}`;
 }
 
 /** Used blocks with shared ones, as /metrics counts them. */
@@ -114,8 +115,8 @@ function outline(context, x, y, side, color, width) {
 
 export const CHANGE_COLORS = { fork: "#2d7ff9", copy: "#c026d3", evict: "#e5484d", swap_out: "#f59e0b", swap_in: "#16a34a" };
 
-/** A map with a cell to point at. `changes`: what happened to its blocks just now. */
-export function BlockMap({ map, changes = [], label }) {
+/** A map with a cell to point at. `changes`: what happened to its blocks just now; `ids`: names of requests. */
+export function BlockMap({ map, changes = [], ids, label }) {
   const box = useRef();
   const canvas = useRef();
   const [width, setWidth] = useState(0);
@@ -153,7 +154,7 @@ export function BlockMap({ map, changes = [], label }) {
   };
   return html`<div class="map" ref=${box}>
     <canvas ref=${canvas} tabindex="0" role="img" aria-label=${`${label}. ${summary(map)} Arrow keys go from block to block.`} onPointerMove=${point} onPointerDown=${point} onPointerLeave=${() => setAt(null)} onKeyDown=${move} onBlur=${() => setAt(null)}></canvas>
-    <p class="tip" role="status">${describe(cells[at], map) || html`<span class="quiet">${map.bin_size ? `One cell is ${count(map.bin_size, "block")}.` : "Point at a block, or move with the arrow keys."}</span>`}</p>
+    <p class="tip" role="status">${describe(cells[at], map, ids) || html`<span class="quiet">${map.bin_size ? `One cell is ${count(map.bin_size, "block")}.` : "Point at a block, or move with the arrow keys."}</span>`}</p>
   </div>`;
 }
 

@@ -121,19 +121,21 @@ function Replicas({ rows, replica, onChoose }) {
   </label>`)}</fieldset>`;
 }
 
+const changesOf = (view) => view.changes.map((change) => ({ ...readChange(change), ids: view.request_ids }));
+
 function View({ frame, frames, steps, index, latencies, onPick }) {
   const { view } = frame;
   const changes = [];
-  for (let i = frames.indexOf(frame); i >= 0 && changes.length < MOST_CHANGES; i--) changes.push(...frames[i].view.changes.map(readChange).reverse());
+  for (let i = frames.indexOf(frame); i >= 0 && changes.length < MOST_CHANGES; i--) changes.push(...changesOf(frames[i].view).reverse());
   const device = view.blocks.filter((map) => !map.on_host);
   const host = view.blocks.filter((map) => map.on_host && map.num_blocks > 0);
   const named = (map) => (device.length > 1 ? `Blocks of KV group ${map.group}${map.window ? `, window of ${map.window} tokens` : ""}` : "Blocks of the KV cache");
   return html`
     <${Tiles} view=${view} steps=${index === null ? steps : steps.slice(0, index + 1)} />
     <section class="card" aria-label="Block map"><h2>Blocks</h2>
-      ${device.map((map) => html`<${Pool} key=${map.first} map=${map} changes=${view.changes.map(readChange)} label=${named(map)} />`)}
+      ${device.map((map) => html`<${Pool} key=${map.first} map=${map} changes=${view.changes.map(readChange)} ids=${view.request_ids} label=${named(map)} />`)}
       <${Legend} />
-      ${host.map((map) => html`<details class="host" open=${usedOf(map) > 0 || undefined}><summary>Host memory: ${usedOf(map)} blocks of swapped requests of ${map.num_blocks.toLocaleString()}</summary><${Pool} map=${map} label="Blocks in host memory" /></details>`)}
+      ${host.map((map) => html`<details class="host" open=${usedOf(map) > 0 || undefined}><summary>Host memory: ${usedOf(map)} blocks of swapped requests of ${map.num_blocks.toLocaleString()}</summary><${Pool} map=${map} ids=${view.request_ids} label="Blocks in host memory" /></details>`)}
     </section>
     <section class="card" aria-label="Steps"><h2>Steps</h2><${Strip} steps=${steps} budget=${view.token_budget} at=${index} onPick=${onPick} /></section>
     <section class="card queues" aria-label="Queues"><h2>Queues</h2><${Queues} view=${view} /></section>
@@ -141,8 +143,8 @@ function View({ frame, frames, steps, index, latencies, onPick }) {
     ${latencies.some((one) => one.counts.some(Boolean)) && html`<section class="card wide" aria-label="Latencies"><h2>Latencies since the start</h2><div class="latencies">${latencies.map((one) => html`<${Latencies} key=${one.name} histogram=${one} />`)}</div></section>`}`;
 }
 
-function Pool({ map, changes, label }) {
-  return html`<div class="pool"><p class="pool-title"><strong>${label}</strong> ${summary(map)}</p><${BlockMap} map=${map} changes=${changes} label=${label} /></div>`;
+function Pool({ map, changes, ids, label }) {
+  return html`<div class="pool"><p class="pool-title"><strong>${label}</strong> ${summary(map)}</p><${BlockMap} map=${map} changes=${changes} ids=${ids} label=${label} /></div>`;
 }
 
 const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part === whole ? 0 : 1)} %` : "–");

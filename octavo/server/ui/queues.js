@@ -1,16 +1,17 @@
 // The queues of the scheduler, and what has happened to groups and blocks, in words.
 
-import { html } from "./dom.js";
+import { html, useState } from "./dom.js";
 import { readGroup } from "./recording.js";
+import { nameOf, RequestName, shortOf } from "./request_names.js";
 
 const TITLES = { running: "Running", waiting: "Waiting", swapped: "Swapped out" };
 
-function preempted(group) {
+function preempted(group, name) {
   const parts = [];
   if (group.recomputes) parts.push(`${group.recomputes} × recompute (${group.recomputed} tokens again)`);
   if (group.swaps) parts.push(`${group.swaps} × swap (${group.swapped} blocks moved)`);
-  if (parts.length) parts.push(group.preemptedFor === null ? "no block was left" : `for request ${group.preemptedFor}`);
-  return parts.join(", ");
+  if (parts.length) parts.push(group.preemptedFor === null ? "no block was left" : html`for request ${name(group.preemptedFor)}`);
+  return parts.map((part, i) => html`${i > 0 && ", "}${part}`);
 }
 
 const seconds = (value) => (value < 10 ? value.toFixed(1) : Math.round(value).toLocaleString());
@@ -18,15 +19,20 @@ const seconds = (value) => (value < 10 ? value.toFixed(1) : Math.round(value).to
 export function Queues({ view }) {
   const groups = view.groups.map(readGroup);
   const totals = { running: view.state.num_running, waiting: view.state.num_waiting, swapped: view.state.num_swapped };
-  return html`${Object.entries(TITLES).map(([status, title]) => {
+  const ids = view.request_ids;
+  const [whole, setWhole] = useState(false);
+  const name = (group) => html`<${RequestName} ids=${ids} group=${group} whole=${whole} />`;
+  const shortens = groups.some((group) => shortOf(nameOf(ids, group.id)) !== nameOf(ids, group.id));
+  return html`${shortens && html`<button class="small" aria-pressed=${whole ? "true" : "false"} onClick=${() => setWhole(!whole)}>Whole ids</button>`}
+  ${Object.entries(TITLES).map(([status, title]) => {
     const rows = groups.filter((group) => group.status === status);
     return html`<section class="queue" aria-label=${title}>
       <h3>${title} <span class="number">${totals[status]}</span></h3>
       ${rows.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label=${`${title}: requests`}><table>
         <thead><tr><th scope="col">Request</th><th scope="col">Prompt</th><th scope="col">Output</th><th scope="col">Computed</th><th scope="col">Age (s)</th><th scope="col">Preempted</th></tr></thead>
         <tbody>${rows.slice(0, 40).map((group) => html`<tr key=${group.id}>
-          <th scope="row">${group.id}${group.seqs > 1 && html` <span class="quiet">× ${group.seqs}</span>`}</th>
-          <td>${group.prompt}${group.cached > 0 && html` <span class="quiet">(${group.cached} cached)</span>`}</td><td>${group.output}</td><td>${group.computed}</td><td>${seconds(group.age)}</td><td>${preempted(group)}</td></tr>`)}
+          <th scope="row">${name(group.id)}${group.seqs > 1 && html` <span class="quiet">× ${group.seqs}</span>`}</th>
+          <td>${group.prompt}${group.cached > 0 && html` <span class="quiet">(${group.cached} cached)</span>`}</td><td>${group.output}</td><td>${group.computed}</td><td>${seconds(group.age)}</td><td>${preempted(group, name)}</td></tr>`)}
         </tbody></table></div>`}
       ${totals[status] > Math.min(40, rows.length) && html`<p class="quiet">and ${totals[status] - Math.min(40, rows.length)} more</p>`}
     </section>`;
@@ -35,19 +41,19 @@ export function Queues({ view }) {
 
 const blocks = (list) => (list.length ? `block${list.length > 1 ? "s" : ""} ${list.slice(0, 6).join(", ")}${list.length > 6 ? ` and ${list.length - 6} more` : ""}` : "");
 const WORDS = {
-  fork: ({ group, blocks: list }) => `Request ${group} forked: it shares ${blocks(list)}`,
+  fork: ({ group, blocks: list }, name) => html`Request ${name(group)} forked: it shares ${blocks(list)}`,
   copy: ({ blocks: [source, target] }) => `Copy on write: block ${source} to ${target}`,
   evict: ({ blocks: list }) => `Evicted from the prefix cache: ${blocks(list)}`,
   swap_out: ({ blocks: list }) => `Swapped out: ${blocks(list)}`,
   swap_in: ({ blocks: list }) => `Swapped in: ${blocks(list)}`,
-  recompute: ({ group, cost, preemptedFor }) => `Request ${group} was preempted ${why(preemptedFor)}: ${cost} tokens so far to compute again`,
-  swap: ({ group, cost, preemptedFor }) => `Request ${group} was preempted ${why(preemptedFor)}: ${cost} blocks so far moved to the host`,
+  recompute: ({ group, cost, preemptedFor }, name) => html`Request ${name(group)} was preempted ${why(preemptedFor, name)}: ${cost} tokens so far to compute again`,
+  swap: ({ group, cost, preemptedFor }, name) => html`Request ${name(group)} was preempted ${why(preemptedFor, name)}: ${cost} blocks so far moved to the host`,
 };
-const why = (other) => (other === null || other === undefined ? "as no block was left" : `for request ${other}`);
+const why = (other, name) => (other === null || other === undefined ? "as no block was left" : html`for request ${name(other)}`);
 
-/** The last changes, newest first. */
+/** The last changes, newest first; each with the `ids` of its view. */
 export function Changes({ changes, left }) {
   if (!changes.length) return html`<p class="quiet">Nothing was forked, copied, evicted, moved or preempted since the engine is watched.</p>`;
-  return html`<ol class="changes" reversed>${changes.map((change) => html`<li class=${`change-${change.kind}`}><span class="quiet">step ${change.step}</span> ${WORDS[change.kind]?.(change) ?? change.kind}</li>`)}</ol>
+  return html`<ol class="changes" reversed>${changes.map((change) => html`<li class=${`change-${change.kind}`}><span class="quiet">step ${change.step}</span> ${WORDS[change.kind]?.(change, (group) => html`<${RequestName} ids=${change.ids} group=${group} />`) ?? change.kind}</li>`)}</ol>
     ${left > 0 && html`<p class="quiet">${left} earlier ones are not listed.</p>`}`;
 }

@@ -5,7 +5,7 @@ import { events, lost, request } from "./api.js";
 
 const FORMAT = "octavo-recording";
 const MOST_STEPS = 1000;
-/** Runs of blocks in all views that are kept; beyond, the oldest views lose their maps. */
+/** Runs of blocks, and ids of requests, in all views that are kept; beyond, the oldest views lose their maps. */
 const MOST_RUNS = 300_000;
 
 const STEP = ["step", "at", "seconds", "worker", "kernels", "between", "prefill", "decode", "running", "waiting", "swapped", "used", "cached", "free", "preemptions", "queried", "hits"];
@@ -22,7 +22,7 @@ class Frame {
     this.event = event;
     this.view = view;
     this.steps = steps;
-    this.weight = view.blocks.reduce((sum, map) => sum + (map.runs?.length ?? 0) + (map.bins?.length ?? 0), 1);
+    this.weight = view.blocks.reduce((sum, map) => sum + (map.runs?.length ?? 0) + (map.bins?.length ?? 0), 1 + Object.keys(view.request_ids ?? {}).length);
   }
 }
 

@@ -1,0 +1,17 @@
+// What requests are called: the ids that their clients and the logs know; the engine's own numbers where none was sent.
+
+import { html } from "./dom.js";
+
+/** Longer names are shown by their beginning and their end. */
+const LONGEST = 20;
+
+/** `ids`: of a view, by the engine's number; a recording of a simulated or of an earlier engine has none. */
+export const nameOf = (ids, group) => ids?.[group] ?? String(group);
+
+export const shortOf = (name) => (name.length > LONGEST ? `${name.slice(0, 13)}…${name.slice(-6)}` : name);
+
+/** A name in short, and whole where the pointer rests on it, or if it is asked for. */
+export function RequestName({ ids, group, whole = false }) {
+  const name = nameOf(ids, group);
+  return html`<span class="id" title=${name.length > LONGEST ? name : undefined}>${whole ? name : shortOf(name)}</span>`;
+}
