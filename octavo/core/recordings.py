@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from octavo.core.bounded_file import read_bounded
 from octavo.core.engine_view import EngineEvent
 from octavo.core.errors import ConfigError
 
@@ -49,13 +50,7 @@ def read_recording(path: Path) -> bytes:
     Raises:
         ConfigError: it cannot be read, is no recording, or is too large.
     """
-    try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise ConfigError(f"the recording {path} has {size} bytes; at most {MAX_BYTES} are read")
-        data = path.read_bytes()
-    except OSError as e:
-        raise ConfigError(f"cannot read the recording {path}: {e.strerror}") from None
+    data = read_bounded(path, MAX_BYTES)
     header, *lines = data.splitlines() or [b""]
     _check_header(path, header)
     if len(lines) > MAX_EVENTS:

@@ -53,7 +53,7 @@ def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     other.write_text("{}\n")
     for words, expected in (
         ([], "one file"),
-        ([str(tmp_path / "none")], "cannot read"),
+        ([str(tmp_path / "none")], "none is missing"),
         ([str(other)], "no recording"),
     ):
         assert main(["view", *words]) == 2

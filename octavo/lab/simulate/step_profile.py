@@ -21,6 +21,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from octavo.core.bounded_file import read_bounded
 from octavo.core.errors import ConfigError
 from octavo.lab.simulate.work import StepWork
 
@@ -148,22 +149,15 @@ def load_profile(name: str) -> StepProfile:
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"no profile {name!r}: give a JSON file, or one of {', '.join(known)}")
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    except OSError as e:
-        raise ConfigError(f"cannot read the profile {name}: {e.strerror}") from None
-    return parse_profile(data, name)
+    return parse_profile(read_bounded(path, _MOST_BYTES), name)
 
 
 def parse_profile(data: bytes, name: str) -> StepProfile:
     """The profile in this JSON text, which has the given name in messages.
 
     Raises:
-        ConfigError: it is too large, or not a valid profile.
+        ConfigError: it is not a valid profile.
     """
-    if len(data) > _MOST_BYTES:
-        raise ConfigError(f"the profile {name} is larger than {_MOST_BYTES} bytes")
     try:
         return msgspec.json.decode(data, type=StepProfile)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:

@@ -79,7 +79,8 @@ def test_a_file_is_no_profile_if_it_is_missing_damaged_or_too_large(tmp_path: Pa
     file = tmp_path / "p.json"
     with pytest.raises(ConfigError, match="no profile"):
         load_profile(str(file))
-    for content, message in ((b"{", "not valid"), (b"\xff\xfe", "not valid"), (b" " * (2 << 20), "larger")):
+    large = f"p.json has {2 << 20} bytes; at most {1 << 20} are read"
+    for content, message in ((b"{", "not valid"), (b"\xff\xfe", "not valid"), (b" " * (2 << 20), large)):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=message):
             load_profile(str(file))

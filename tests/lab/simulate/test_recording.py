@@ -75,6 +75,16 @@ def test_the_recording_of_the_documentation_shows_what_its_title_says() -> None:
     assert views[-1].state.prefix_hit_tokens > 0
 
 
+def test_a_recording_is_not_read_if_it_is_too_large_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.jsonl"
+    with pytest.raises(ConfigError, match=r"r\.jsonl is missing"):
+        read_recording(path)
+    path.write_bytes(b'{"format":"octavo-recording","version":1}\n')
+    monkeypatch.setattr("octavo.core.recordings.MAX_BYTES", 20)
+    with pytest.raises(ConfigError, match=r"r\.jsonl has 42 bytes; at most 20 are read"):
+        read_recording(path)
+
+
 def test_too_many_events_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "r.jsonl"
     path.write_bytes(b'{"format":"octavo-recording","version":1}\n' + b'{"time":1,"replicas":[],"views":[]}\n' * 4)
