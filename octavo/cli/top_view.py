@@ -18,8 +18,8 @@ _STYLES = {
     BlockState.PINNED: "yellow",
 }
 _SPARKS = "▁▂▃▄▅▆▇█"
-#: Cells of the map, at most, in lines; groups and changes that are listed.
-_MAP_LINES, _GROUPS, _CHANGES = 6, 12, 6
+#: Cells of the map, at most, in lines; groups, changes and adapters that are listed.
+_MAP_LINES, _GROUPS, _CHANGES, _ADAPTERS = 6, 12, 6, 8
 #: Columns of a terminal that has room for whole ids; in others one has at most so many characters.
 _WIDE, _SHORT = 140, 20
 
@@ -54,6 +54,7 @@ def render(event: EngineEvent, history: StepHistory, width: int) -> RenderableTy
         parts += [_headline(view, steps), *(_map(shown, width) for shown in view.blocks if _is_shown(shown))]
         parts += [_sparks("tokens ", [s.prefill_tokens + s.decode_tokens for s in steps], width)]
         parts += [_sparks("ms     ", [1e3 * s.seconds for s in steps], width), _queues(view, width)]
+        parts += [Text(_adapters(view))] if view.adapters else []
         changes = history.changes.get(view.replica, ())
         parts += [Text(_words(change, ids, width), style="dim") for change, ids in changes]
     return Group(*(parts or [Text("no engine core answers")]))
@@ -136,6 +137,14 @@ def _queues(view: EngineView, width: int) -> RenderableType:
         table.add_row(name, row.status, *counts, f"{row.age:.1f} s", _preempted(row, view.request_ids, width))
     left = len(view.groups) - _GROUPS
     return Group(table, Text(f"and {left} more", style="dim")) if left > 0 else table
+
+
+def _adapters(view: EngineView) -> str:
+    shown = view.adapters[:_ADAPTERS]
+    words = [f"{' = '.join(one.names) or one.key[:12]} ({one.num_running} running)" for one in shown]
+    all_ = view.state.adapters.in_slots if view.state.adapters is not None else len(view.adapters)
+    more = f" and {all_ - len(shown)} more" if all_ > len(shown) else ""
+    return f"adapters: {', '.join(words)}{more}"
 
 
 def _preempted(row: GroupRow, ids: dict[int, str], width: int) -> str:

@@ -19,7 +19,10 @@ NUM_STEPS = 1000
 MAX_GROUPS = 128
 #: Changes in a view, the last ones; see ``EngineView.num_changes``.
 MAX_CHANGES = 128
-#: Requests that a view names, at most, and characters of an id; a longer one is cut.
+#: Adapters in slots that a view names, at most, those with most running requests first; and names of each.
+MAX_ADAPTER_SLOTS = 64
+MAX_ADAPTER_NAMES = 4
+#: Requests that a view names, at most, and characters of an id or a name; a longer one is cut.
 MAX_REQUEST_IDS = 512
 MAX_ID_LENGTH = 128
 #: A map of more blocks, or of more runs, is sent in bins.
@@ -145,6 +148,18 @@ class Change(msgspec.Struct, array_like=True, gc=False):
     preempted_for: int | None = None
 
 
+class AdapterSlot(msgspec.Struct, array_like=True, gc=False):
+    """A slot with an adapter in it."""
+
+    slot: int
+    #: Digest of the adapter's content.
+    key: str
+    #: Requests that run with it.
+    num_running: int
+    #: Those that requests may call it by; none: it was unloaded, or its name means another content now.
+    names: list[str] = []
+
+
 class EngineView(msgspec.Struct):
     """One engine core between two steps."""
 
@@ -165,6 +180,8 @@ class EngineView(msgspec.Struct):
     evicted_blocks: int
     #: Seconds that it took to make this view.
     cost: float = 0.0
+    #: How many there are is in ``state``.
+    adapters: list[AdapterSlot] = []
     #: By group: the ids by which clients and logs know the open requests that the view mentions. Of a simulation: none.
     request_ids: dict[int, str] = {}
 

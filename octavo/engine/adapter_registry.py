@@ -73,6 +73,8 @@ class AdapterRegistry:
         self.reserved = list(reserved)
         self._adapters: dict[str, Adapter] = {}
         self._by_number: dict[int, str] = {}
+        #: Names of the same content, by its key.
+        self._by_key: dict[str, list[str]] = {}
         #: The name that each open request with an adapter gave, by group.
         self._open: dict[int, str] = {}
         self._last_number = 0
@@ -100,6 +102,10 @@ class AdapterRegistry:
         """The adapter of this ``lora_int_id``."""
         name = self._by_number.get(number)
         return None if name is None else self._adapters[name]
+
+    def names_of(self, key: str) -> Sequence[str]:
+        """The names of adapters with the content of this digest, in the order in which they were loaded."""
+        return self._by_key.get(key, ())
 
     def find(self, request: LoRARequest) -> AdapterRef | None:
         """The adapter that a request names; None if it must be read from its path first.
@@ -159,7 +165,9 @@ class AdapterRegistry:
                     "load_inplace, or choose another name"
                 )
             self._unpin(adapter)
+            self._unname(adapter)
             adapter.ref, adapter.path = ref, path
+            self._by_key.setdefault(ref.key, []).append(name)
             return True
         if number in self._by_number:
             raise AdapterConflictError(f"lora_int_id {number} is that of adapter {self._by_number[number]!r}")
@@ -167,6 +175,7 @@ class AdapterRegistry:
             raise AdapterConflictError(f"there are {MAX_ADAPTERS} adapters, the most there may be; unload some")
         self._adapters[name] = Adapter(ref, number, path)
         self._by_number[number] = name
+        self._by_key.setdefault(ref.key, []).append(name)
         return True
 
     def load(self, request: LoRARequest) -> AdapterRef:
@@ -237,9 +246,16 @@ class AdapterRegistry:
         if was_pinned and not any(a.pinned and a.ref.key == adapter.ref.key for a in self):
             self.on_unpin(adapter.ref.key)
 
+    def _unname(self, adapter: Adapter) -> None:
+        names = self._by_key[adapter.ref.key]
+        names.remove(adapter.name)
+        if not names:
+            del self._by_key[adapter.ref.key]
+
     def _forget(self, adapter: Adapter) -> None:
         del self._adapters[adapter.name], self._by_number[adapter.number]
         self._unpin(adapter)
+        self._unname(adapter)
         for call in adapter.when_gone:
             call()
 

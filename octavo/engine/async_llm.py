@@ -24,7 +24,7 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.replica import ReplicaState
 from octavo.engine.shared_prefixes import SharedPrefix, request_id_of
 from octavo.engine.tokenizer import Tokenizer
-from octavo.engine.view_names import name_requests
+from octavo.engine.view_names import name_adapters, name_requests
 from octavo.executor.worker import function_name
 
 if TYPE_CHECKING:
@@ -259,6 +259,7 @@ class AsyncLLM(AsyncEngine):
         views = await self._replicas.views(fresh)
         for view in views:
             name_requests(view, self.front_end.outputs.id_of_group)
+            name_adapters(view, self.adapters.names_of)
         return views
 
     async def collective_rpc(

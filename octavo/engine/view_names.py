@@ -1,11 +1,11 @@
-"""Names for the groups of a view: the ids of their requests, which the front end knows and engine cores do not."""
+"""Names in a view: ids of requests and names of adapters, which the front end knows and engine cores do not."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from octavo.core.engine_view import MAX_ID_LENGTH, MAX_REQUEST_IDS, EngineView
+from octavo.core.engine_view import MAX_ADAPTER_NAMES, MAX_ID_LENGTH, MAX_REQUEST_IDS, EngineView
 
 
 def name_requests(view: EngineView, id_of_group: Callable[[int], str | None]) -> None:
@@ -18,6 +18,12 @@ def name_requests(view: EngineView, id_of_group: Callable[[int], str | None]) ->
     view.request_ids = dict(itertools.islice(named, MAX_REQUEST_IDS))
 
 
+def name_adapters(view: EngineView, names_of: Callable[[str], Sequence[str]]) -> None:
+    """Sets the names of adapters in slots; ``names_of``: those of a content, by its digest."""
+    for one in view.adapters:
+        one.names = [_bounded(name) for name in names_of(one.key)[:MAX_ADAPTER_NAMES]]
+
+
 def _mentioned(view: EngineView) -> Iterator[int]:
     yield from (row.group_id for row in view.groups)
     for shown in view.blocks:
@@ -28,5 +34,5 @@ def _mentioned(view: EngineView) -> Iterator[int]:
             yield other
 
 
-def _bounded(request_id: str) -> str:
-    return request_id if len(request_id) <= MAX_ID_LENGTH else request_id[: MAX_ID_LENGTH - 1] + "…"
+def _bounded(name: str) -> str:
+    return name if len(name) <= MAX_ID_LENGTH else name[: MAX_ID_LENGTH - 1] + "…"

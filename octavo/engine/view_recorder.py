@@ -8,10 +8,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from octavo.core.engine_view import (
+    MAX_ADAPTER_SLOTS,
     MAX_CHANGES,
     MAX_GROUPS,
     NOBODY,
     NUM_STEPS,
+    AdapterSlot,
     Change,
     EngineView,
     GroupRow,
@@ -143,6 +145,7 @@ class ViewRecorder:
             changes=list(self._changes),
             num_changes=self._num_changes,
             evicted_blocks=sum(self._num_evicted()),
+            adapters=list(self._adapters()),
         )
         self._seen = {group.group_id: self._seen.get(group.group_id, 0) for group in groups}
         self._changes.clear()
@@ -152,6 +155,11 @@ class ViewRecorder:
 
     def _groups(self) -> Iterator[SequenceGroup]:
         return iter(self._scheduler.queues.groups.values())
+
+    def _adapters(self) -> Iterator[AdapterSlot]:
+        for thing in self._scheduler.preparations.adapters_in_slots()[:MAX_ADAPTER_SLOTS]:
+            assert thing.slot is not None
+            yield AdapterSlot(thing.slot, thing.key, thing.num_running)
 
     def _rows(self, groups: list[SequenceGroup], now: float) -> Iterator[GroupRow]:
         for status in (SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.SWAPPED):

@@ -234,6 +234,11 @@ class Preparations:
                 failed += [(group, message, KINDS[name].is_adapter) for group in groups]
         return failed
 
+    def adapters_in_slots(self) -> list[Prepared]:
+        """Those of LoRA in slots, those with most running groups first."""
+        things = [thing for name in self._adapter_kinds for thing in self.pools[name].slots if thing is not None]
+        return sorted(things, key=lambda thing: (-thing.num_running, thing.slot))
+
     def adapter_stats(self) -> AdapterStats | None:
         """Where adapters are now, and totals so far; None if no kind of them is enabled."""
         if not self._adapter_kinds:
@@ -241,5 +246,5 @@ class Preparations:
         pools, stats = [self.pools[name] for name in self._adapter_kinds], self._stats
         stats.in_host = sum(pool.num_in_memory - pool.num_preparing for pool in pools)
         stats.loading = sum(pool.num_preparing for pool in pools)
-        stats.in_slots = sum(slot is not None for pool in pools for slot in pool.slots)
+        stats.in_slots = sum(thing is not None for pool in pools for thing in pool.slots)
         return msgspec.structs.replace(stats)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octavo.core.engine_view import BlockMap, BlockRun, Change, EngineEvent, EngineView, GroupRow
+from octavo.core.engine_view import AdapterSlot, BlockMap, BlockRun, Change, EngineEvent, EngineView, GroupRow
 from octavo.core.recordings import write_recording
-from octavo.core.stats import SchedulerState
+from octavo.core.stats import AdapterStats, SchedulerState
 from tests.browser.browser import MISSING, Visit
 from tests.browser.test_page_in_browser import showing, step_record
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"NO TEST OF THE PAGE WAS 
 LONG_ID = "chatcmpl-0123456789abcdef0123456789abcdef"
 
 
-def recorded(path: Path, **more: Any) -> Path:
+def recorded(path: Path, adapters: AdapterStats | None = None, more: Mapping[str, Any] = {}) -> Path:
     """A recording of one view: request 7 runs in 6 of 40 blocks, request 8 waits."""
     runs = [BlockRun(6, 2, 1, 7, 0, 1), BlockRun(34, 0, 0, -1, 0, 0)]
     blocks = BlockMap(0, False, 16, None, 0, 40, [34, 0, 6, 0, 0], runs)
@@ -27,7 +28,7 @@ def recorded(path: Path, **more: Any) -> Path:
         GroupRow(8, "waiting", 1, 40, 0, 0, 0, 0.5, 1, 40, 0, 0, 7),
     ]
     changes = [Change("recompute", 1, 8, [], 40, 7)]
-    state = SchedulerState(steps=1, num_running=1, num_waiting=1, blocks_used=6, blocks_free=34)
+    state = SchedulerState(steps=1, num_running=1, num_waiting=1, blocks_used=6, blocks_free=34, adapters=adapters)
     view = EngineView(0, 1.0, 512, 64, state, [blocks], rows, [step_record(1)], changes, 1, 0, **more)
     write_recording(path, "recorded", [EngineEvent(1.0, [], [view])])
     return path
@@ -41,7 +42,7 @@ def tip_of_the_first_block(shown: Visit) -> str:
 
 
 def test_requests_are_called_by_the_ids_of_their_clients(browser: Any, tmp_path: Path) -> None:
-    with showing(browser, recorded(tmp_path / "a.jsonl", request_ids={7: LONG_ID, 8: "mine"})) as shown:
+    with showing(browser, recorded(tmp_path / "a.jsonl", more={"request_ids": {7: LONG_ID, 8: "mine"}})) as shown:
         page = shown.page
         page.locator(".queue table").first.wait_for()
         assert tip_of_the_first_block(shown) == f"Block 0: request {LONG_ID}, tokens 0 to 15"
@@ -54,10 +55,24 @@ def test_requests_are_called_by_the_ids_of_their_clients(browser: Any, tmp_path:
         assert shown.violations() == []
 
 
+def test_adapters_in_slots_are_named(browser: Any, tmp_path: Path) -> None:
+    adapters = [AdapterSlot(1, "0f" * 32, 2, ["sql", "tables"]), AdapterSlot(0, "ab" * 32, 0)]
+    path = recorded(tmp_path / "a.jsonl", adapters=AdapterStats(in_slots=5), more={"adapters": adapters})
+    with showing(browser, path) as shown:
+        card = shown.page.get_by_label("Adapters", exact=True)
+        rows = card.locator("tbody tr")
+        assert [row.inner_text().split("\t") for row in rows.all()] == [
+            ["sql = tables", "2", "1"],
+            ["unloaded, abababababab", "0", "0"],
+        ]
+        assert card.get_by_text("and 3 more").count() == 1
+        assert shown.violations() == []
+
+
 def test_a_recording_without_ids_shows_the_engines_numbers(browser: Any, tmp_path: Path) -> None:
     path = recorded(tmp_path / "old.jsonl")
-    path.write_text(path.read_text().replace(',"request_ids":{}', ""))
-    assert "request_ids" not in path.read_text()
+    path.write_text(path.read_text().replace(',"adapters":[],"request_ids":{}', ""))
+    assert "request_ids" not in path.read_text() and '"adapters":[' not in path.read_text()
     with showing(browser, path) as shown:
         shown.page.locator(".queue table").first.wait_for()
         assert tip_of_the_first_block(shown) == "Block 0: request 7, tokens 0 to 15"

@@ -14,6 +14,7 @@ from rich.console import Console
 from octavo.cli.main import main
 from octavo.cli.top_view import StepHistory, render
 from octavo.core.engine_view import (
+    AdapterSlot,
     BlockMap,
     BlockRun,
     Change,
@@ -23,7 +24,7 @@ from octavo.core.engine_view import (
     ReplicaRow,
     StepRecord,
 )
-from octavo.core.stats import SchedulerState
+from octavo.core.stats import AdapterStats, SchedulerState
 
 
 def event(num_blocks: int = 20, bin_size: int = 0) -> EngineEvent:
@@ -70,6 +71,16 @@ def test_requests_are_called_by_the_ids_that_clients_know() -> None:
     assert "chatcmpl-0123…abcdef x 2" in narrow and LONG_ID not in narrow
     assert f"{LONG_ID} x 2" in wide and f"step 27: swap of request {LONG_ID}" in wide
     assert "1 swapped (4 blocks), for mine" in wide
+
+
+def test_adapters_in_slots_are_named() -> None:
+    shown = event()
+    shown.views[0].state.adapters = AdapterStats(in_slots=12)
+    adapters = [AdapterSlot(0, "0f" * 32, 2, ["sql", "tables"]), AdapterSlot(1, "ab" * 32, 0)]
+    shown.views[0].adapters = [*adapters, *(AdapterSlot(i, "", 0, [f"a{i}"]) for i in range(2, 12))]
+    words = text(shown, 400)
+    assert "adapters: sql = tables (2 running), abababababab (0 running), a2 (0 running)" in words
+    assert "a7 (0 running) and 4 more" in words
 
 
 @pytest.mark.parametrize("width", [20, 40, 200])

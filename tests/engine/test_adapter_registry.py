@@ -77,6 +77,7 @@ def test_new_content_in_place_leaves_running_requests_alone() -> None:
     request = LoRARequest("a", 1, "y")
     assert registry.add(request, registry.read(request), in_place=True)
     assert registry.load(LoRARequest("a", 1)).key == "y"
+    assert registry.names_of("x") == () and [*registry.names_of("y")] == ["a"]
     registry.end(7)
     registry.remove("a")
 
@@ -171,6 +172,9 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def they_agree(self) -> None:
         assert {adapter.name: adapter.ref.key for adapter in self.registry} == self.known
+        for content in "xy":
+            names = {name for name, its in self.known.items() if its == content}
+            assert {*self.registry.names_of(content)} == names and len(self.registry.names_of(content)) == len(names)
         assert dict(self.registry.open_requests()) == self.open
         assert {a.name for a in self.registry if a.leaving} == self.leaving
 

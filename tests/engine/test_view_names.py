@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from octavo.core.engine_view import (
+    MAX_ADAPTER_NAMES,
     MAX_ID_LENGTH,
     MAX_REQUEST_IDS,
     NOBODY,
+    AdapterSlot,
     BlockMap,
     BlockRun,
     Change,
@@ -15,7 +17,7 @@ from octavo.core.engine_view import (
     GroupRow,
 )
 from octavo.core.stats import SchedulerState
-from octavo.engine.view_names import name_requests
+from octavo.engine.view_names import name_adapters, name_requests
 
 
 def row(group_id: int, preempted_for: int | None = None) -> GroupRow:
@@ -48,7 +50,19 @@ def test_names_are_bounded_in_number_and_length_and_the_queues_come_first() -> N
     assert len(msgspec.json.encode(shown.request_ids)) < 100_000
 
 
+def test_adapters_are_called_by_the_names_of_their_content_within_bounds() -> None:
+    shown = view([], [])
+    shown.adapters = [AdapterSlot(0, "a", 2), AdapterSlot(1, "b", 0), AdapterSlot(2, "c", 0)]
+    name_adapters(shown, lambda key: {"a": ["sql", "tables"], "b": ["x" * 1000] * 50}.get(key, ()))
+    assert [one.names for one in shown.adapters] == [
+        ["sql", "tables"],
+        ["x" * (MAX_ID_LENGTH - 1) + "…"] * MAX_ADAPTER_NAMES,
+        [],
+    ]
+
+
 def test_names_are_kept_in_json() -> None:
     shown = view([row(1)], [1])
+    shown.adapters = [AdapterSlot(3, "a", 2, ["sql"])]
     name_requests(shown, {1: "chatcmpl-1"}.get)
     assert msgspec.json.decode(msgspec.json.encode(shown), type=EngineView) == shown

@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.engine_view import NUM_STEPS, BlockState, EngineView
+from octavo.core.engine_view import MAX_ADAPTER_SLOTS, NUM_STEPS, BlockState, EngineView
 from octavo.core.stats import StepStats
 from octavo.engine.view_recorder import ViewRecorder
+from tests.scheduler.fake_preparations import adapter_options, lora
 from tests.scheduler.fake_worker import Engine
 from tests.scheduler.test_scenarios import make, request
 
@@ -100,6 +101,27 @@ def test_evicted_blocks_are_named() -> None:
     views = watched.run()
     evicted = [block for view in views for change in view.changes if change.kind == "evict" for block in change.blocks]
     assert evicted and len(evicted) == views[-1].evicted_blocks == watched.engine.blocks.groups[0].cache.num_evicted
+
+
+def test_adapters_in_slots_are_shown_with_what_runs_with_them_the_busiest_first() -> None:
+    watched = Watched(adapters=adapter_options(3))
+    for group_id, adapter in enumerate((lora("A"), lora("B"), None, lora("B")), start=1):
+        watched.engine.add(request(group_id, 5, max_tokens=6 if group_id == 1 else 12, adapter=adapter))
+    views = watched.run()
+    shown = [[(one.key, one.num_running) for one in view.adapters] for view in views]
+    assert [("B", 2), ("A", 1)] in shown and [("B", 2), ("A", 0)] in shown
+    assert all(len(view.adapters) == view.state.adapters.in_slots for view in views if view.state.adapters is not None)
+    assert {one.slot for one in views[-1].adapters} == set(watched.engine.worker.preparations.slots)
+
+
+def test_adapters_that_are_named_are_bounded() -> None:
+    most = MAX_ADAPTER_SLOTS + 3
+    watched = Watched(adapters=adapter_options(most), blocks=400)
+    for group_id in range(most):
+        watched.engine.add(request(group_id, 4, max_tokens=3, adapter=lora(f"{group_id}")))
+    last = watched.run()[-1]
+    assert last.state.adapters is not None and last.state.adapters.in_slots == most
+    assert len(last.adapters) == MAX_ADAPTER_SLOTS
 
 
 def test_steps_come_once_and_all_that_are_known_when_asked() -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from openai import NotFoundError
 
+from octavo.core.engine_view import EngineEvent
 from tests.adapters import write_adapter
-from tests.busy_machine import eventually
+from tests.busy_machine import PATIENCE, eventually
 from tests.server.running_server import TINY, Running, running
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -100,6 +102,15 @@ def test_adapters_are_models_of_the_server(server: Running, http: httpx.Client) 
     for route, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
         assert http.post(route, json={**body, "model": "start"}).status_code == 200
         assert http.post(route, json={**body, "model": "nothing"}).status_code == 404
+
+
+def test_the_view_of_the_engine_names_the_adapters_in_slots(http: httpx.Client) -> None:
+    complete(http, "again")
+    with http.stream("GET", "/engine/events", timeout=PATIENCE) as stream:
+        lines = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
+        events = (msgspec.json.decode(line, type=EngineEvent) for line in lines)
+        view = next(view for event in events for view in event.views if view.adapters)
+    assert [(one.names, one.num_running) for one in view.adapters if "again" in one.names] == [(["start", "again"], 0)]
 
 
 def test_an_unknown_name_says_what_there_is(server: Running, http: httpx.Client) -> None:

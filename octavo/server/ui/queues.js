@@ -39,6 +39,16 @@ export function Queues({ view }) {
   })}`;
 }
 
+/** The adapters in slots, those that run most first. */
+export function Adapters({ view }) {
+  const left = (view.state.adapters?.[0] ?? 0) - view.adapters.length;
+  return html`<div class="scroll" tabindex="0" role="region" aria-label="Adapters: slots"><table>
+      <thead><tr><th scope="col">Adapter</th><th scope="col">Running</th><th scope="col">Slot</th></tr></thead>
+      <tbody>${view.adapters.map(([slot, key, running, names]) => html`<tr key=${slot}><th scope="row">${names.join(" = ") || html`<span class="quiet">unloaded, ${key.slice(0, 12)}</span>`}</th><td>${running}</td><td>${slot}</td></tr>`)}</tbody>
+    </table></div>
+    ${left > 0 && html`<p class="quiet">and ${left} more</p>`}`;
+}
+
 const blocks = (list) => (list.length ? `block${list.length > 1 ? "s" : ""} ${list.slice(0, 6).join(", ")}${list.length > 6 ? ` and ${list.length - 6} more` : ""}` : "");
 const WORDS = {
   fork: ({ group, blocks: list }, name) => html`Request ${name(group)} forked: it shares ${blocks(list)}`,
