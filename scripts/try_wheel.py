@@ -74,8 +74,8 @@ def sizes(python: Path) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def first_answer(program: Path, environ: dict[str, str]) -> tuple[float, str]:
-    """Seconds from the start of a server to its first answer, and the answer."""
+def first_answer(program: Path, environ: dict[str, str], patience: float = PATIENCE) -> tuple[float, str]:
+    """Seconds from the start of a server to its first answer, and the answer; it is given up after ``patience``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -90,10 +90,10 @@ def first_answer(program: Path, environ: dict[str, str]) -> tuple[float, str]:
             [str(program), "serve", MODEL, "--port", str(port)], env=environ, stdout=log, stderr=subprocess.STDOUT
         )
         try:
-            while time.perf_counter() - start < PATIENCE and server.poll() is None:
+            while time.perf_counter() - start < patience and server.poll() is None:
                 # It refuses connections at first, and then answers 503 while it loads.
                 with contextlib.suppress(urllib.error.URLError, ConnectionError):
-                    answer = json.load(urllib.request.urlopen(request, timeout=PATIENCE))
+                    answer = json.load(urllib.request.urlopen(request, timeout=patience))
                     return time.perf_counter() - start, answer["choices"][0]["message"]["content"]
                 time.sleep(0.01)
             log.seek(0)

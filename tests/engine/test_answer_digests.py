@@ -38,8 +38,8 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Any:
     _cpu.choose_isa(before)
 
 
-#: All but generic, which takes 30 times as long.
-QUICK_FLOATS, QUICK_INTEGERS = FLOATS[:-1], INTEGERS[:-1]
+#: All but generic, which takes long, unless the processor has no other.
+QUICK_FLOATS, QUICK_INTEGERS = FLOATS[:-1] or FLOATS, INTEGERS[:-1] or INTEGERS
 #: The machine's best; of the emulated ones all.
 OWN = QUICK_FLOATS if EMULATED else QUICK_FLOATS[:1]
 
@@ -48,6 +48,15 @@ OWN = QUICK_FLOATS if EMULATED else QUICK_FLOATS[:1]
 @pytest.mark.parametrize("floats", OWN)
 def test_a_few_answers(script: Any, floats: str, kind: str) -> None:
     options = ["--floats", floats, "--kinds", kind, "--requests", FEW, "--schedules", "one batch"]
+    assert script.main(["compare", *options, "--integers", ",".join(QUICK_INTEGERS)]) == 0
+
+
+@pytest.mark.skipif(EMULATED, reason="floats without any instruction set need no emulation")
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind != "bfloat16" else ()) for kind in KINDS]
+)
+def test_an_answer_of_floats_without_any_instruction_set(script: Any, kind: str) -> None:
+    options = ["--floats", "generic", "--kinds", kind, "--requests", "5", "--schedules", "one batch"]
     assert script.main(["compare", *options, "--integers", ",".join(QUICK_INTEGERS)]) == 0
 
 
@@ -85,6 +94,13 @@ def test_what_differs_is_said(
     said = [line for line in lines if "[6] from the record" in line]
     assert len(said) == {None: 0, "a schedule": 1, "a set of integers": 1, "all": len(lines)}[differing]
     assert len([line for line in lines if line.endswith(": same")]) == len(lines) - len(said)
+
+
+def test_every_set_of_floats_has_a_record_of_every_kind(script: Any) -> None:
+    recorded = script.read()
+    assert set(recorded) == {"avx512_bf16", "avx512", "avx2", "generic", "generic aarch64"}
+    for kinds in recorded.values():
+        assert {kind: len(digests) for kind, digests in kinds.items()} == dict.fromkeys(KINDS, len(script.PROMPTS))
 
 
 def test_what_is_not_recorded_is_refused(script: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
