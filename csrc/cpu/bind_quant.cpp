@@ -112,7 +112,10 @@ class LinearQuant : public Op {
   }
 
  private:
-  static constexpr int64_t kSumsStride = 2 * kMostPanels * kPanel;  // gates and ups of a row
+  static constexpr int64_t kMostOfTask = 16, kMostInStreams = 48;  // panels of a task
+  // Gates and ups of as many panels as go side by side, for all rows, or of a task in streams.
+  static constexpr int64_t kSums = 2 * kMostPanels * kPanel * kRowsAtOnce;
+  static_assert(2 * kMostInStreams * kPanel <= kSums && kMostInStreams % kMostPanels == 0);
 
   static int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
   static void check_dtype(Dtype dtype) {
@@ -139,16 +142,22 @@ class LinearQuant : public Op {
         table.quantize(x_ + (first + row) * x_stride_, x_dtype_, k, quantized, row);
       }
     });
-    const int64_t at_once = table.panels_at_once(quantized.count), chunk = panels_of_task(quantized.count);
+    const int64_t chunk = panels_of_task(quantized.count);
+    const int64_t at_once = has_streams(quantized.count) ? chunk : table.panels_at_once(quantized.count);
     parallel_for((tasks_ + chunk - 1) / chunk, [&](int64_t chunk_index) {
       const int64_t end = std::min(tasks_, (chunk_index + 1) * chunk);
       for (int64_t i = chunk_index * chunk; i < end;) i = run_task(i, std::min(end, i + at_once), first, quantized);
     });
   }
 
+  // Whether the panels of a task are read in streams side by side; these are the longer, the larger it is.
+  static bool has_streams(int64_t rows) { return rows == 1 && integer_isa().quant->panels_at_once(rows) > 1; }
+
   int64_t panels_of_task(int64_t rows) const {
-    const int64_t at_once = integer_isa().quant->panels_at_once(rows);
-    const int64_t wanted = std::clamp(tasks_ / (8 * ThreadPool::instance().size()), int64_t{1}, int64_t{16});
+    const int64_t at_once = integer_isa().quant->panels_at_once(rows), threads = ThreadPool::instance().size();
+    const bool streams = has_streams(rows);
+    const int64_t wanted =
+        std::clamp(tasks_ / ((streams ? 2 : 8) * threads), int64_t{1}, streams ? kMostInStreams : kMostOfTask);
     return (wanted + at_once - 1) / at_once * at_once;
   }
 
@@ -167,21 +176,23 @@ class LinearQuant : public Op {
   }
 
   void run_gated(int64_t begin, int64_t end, int64_t first, const QuantRows& quantized, const QuantOutput& out) const {
-    alignas(64) float sums[kRowsAtOnce * kSumsStride];
+    alignas(64) float sums[kSums];
     const int64_t width = std::min<int64_t>((end - begin) * kPanel, parts_[0]->n - begin * kPanel);
-    multiply(0, begin, end, first, quantized, sums);
-    multiply(1, begin, end, first, quantized, sums + width);
-    isa().pointwise->activate({sums, kSumsStride, Dtype::f32,
+    const int64_t stride = 2 * (end - begin) * kPanel;
+    multiply(0, begin, end, first, quantized, sums, stride);
+    multiply(1, begin, end, first, quantized, sums + width, stride);
+    isa().pointwise->activate({sums, stride, Dtype::f32,
                                static_cast<char*>(out.data) + begin * kPanel * size_of(out.dtype), out.stride, out.dtype,
                                width, activation_, true},
                               Step{}, 0, quantized.count);
   }
 
-  // Panels of a part for all rows, into memory of its own [rows][kSumsStride].
-  void multiply(size_t part, int64_t begin, int64_t end, int64_t first, const QuantRows& quantized, float* sums) const {
+  // Panels of a part for all rows, into memory of its own [rows][stride].
+  void multiply(size_t part, int64_t begin, int64_t end, int64_t first, const QuantRows& quantized, float* sums,
+                int64_t stride) const {
     QuantOutput out = at_row(outputs_[part], first);
     out.data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(sums) - begin * kPanel * sizeof(float));
-    out.stride = kSumsStride;
+    out.stride = stride;
     out.dtype = Dtype::f32;
     integer_isa().quant->panels(*parts_[part], begin, end, quantized, out, *isa().quant_results);
   }

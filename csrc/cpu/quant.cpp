@@ -81,7 +81,7 @@ struct Ahead {
   }
 };
 
-// Products of neighbouring panels and a tile's first rows.
+// Products of panels, so many bytes apart, and a tile's first rows.
 template <QuantFormat Format, int Panels, int Rows>
 void multiply_tile(const uint8_t* panel, int64_t panel_bytes, const QuantRows& rows, int64_t row, Ahead ahead,
                    float (*out)[kQuantTile][kPanel]) {
@@ -163,13 +163,14 @@ void run_panels(const PackedQuant& weight, int64_t panel, const QuantRows& rows,
   }
 }
 
-// One row waits for memory only, which is left to the processor's own prefetching.
+// One row waits for memory only, which is left to the processor's own prefetching. Panels are so many `apart`: each is where
+// a stream is that goes on with the next panel, as a stream of one short panel would end before it is fetched in time.
 template <QuantFormat Format, int Panels>
-void run_row(const PackedQuant& weight, int64_t panel, const QuantRows& rows, const QuantOutput& out,
+void run_row(const PackedQuant& weight, int64_t panel, int64_t apart, const QuantRows& rows, const QuantOutput& out,
              const QuantResults& results) {
   float sums[Panels][kQuantTile][kPanel];
-  multiply_tile<Format, Panels, 1>(weight.panel(panel), weight.panel_bytes, rows, 0, Ahead{nullptr, 0}, sums);
-  store_results<Panels>(weight, panel, 0, 1, out, sums, results);
+  multiply_tile<Format, Panels, 1>(weight.panel(panel), apart * weight.panel_bytes, rows, 0, Ahead{nullptr, 0}, sums);
+  for (int i = 0; i < Panels; ++i) store_results<1>(weight, panel + i * apart, 0, 1, out, sums + i, results);
 }
 
 // Fewer rows are multiplied with one panel after the other, which is read the fastest.
@@ -182,8 +183,11 @@ int64_t panels_at_once(int64_t rows) {
 template <QuantFormat Format>
 void run_range(const PackedQuant& weight, int64_t panel, int64_t end, const QuantRows& rows, const QuantOutput& out,
                const QuantResults& results) {
-  for (; rows.count == 1 && panel + kPanelsOfOneRow <= end; panel += kPanelsOfOneRow)
-    run_row<Format, kPanelsOfOneRow>(weight, panel, rows, out, results);
+  if (rows.count == 1) {
+    const int64_t apart = (end - panel) / kPanelsOfOneRow;
+    for (int64_t i = 0; i < apart; ++i) run_row<Format, kPanelsOfOneRow>(weight, panel + i, apart, rows, out, results);
+    panel += apart * kPanelsOfOneRow;
+  }
   for (; rows.count >= kRowsOfManyPanels && panel + kPanelsAtOnce <= end; panel += kPanelsAtOnce)
     run_panels<Format, kPanelsAtOnce>(weight, panel, rows, out, results);
   for (; panel < end; ++panel) run_panels<Format, 1>(weight, panel, rows, out, results);

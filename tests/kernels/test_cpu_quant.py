@@ -189,6 +189,25 @@ def test_a_row_is_the_same_in_any_batch(isa: str, kind: str) -> None:
         assert torch.equal(run(layer, x), everything)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("columns", [1, 49, 981])
+def test_one_row_is_that_of_a_batch_however_many_panels_a_thread_has(isa: str, columns: int, threads: int) -> None:
+    """Its weights are read in streams, and a thread's share may be no multiple of them."""
+    parts = [random_weight("q8_channel", columns, 64), random_weight("q4_32", 300, 2)]
+    x, add = torch.randn(3, 64).bfloat16(), torch.randn(3, columns + 300)
+    plain = pack_quantized(parts, torch.randn(columns + 300))
+    alike = [random_weight("q4_1", columns, 2), random_weight("q8_32", columns, 2)]
+    gated = torch_facade.Facade(CpuQuantizedWeight(KERNELS.runner, alike, None, True))
+    _cpu.set_threads(threads)
+    for row in (0, 2):
+        one = slice(row, row + 1)
+        assert torch.equal(
+            plain(x[one], torch.float32, add[one].clone(), "silu"),
+            plain(x, torch.float32, add.clone(), "silu")[one],
+        )
+        assert torch.equal(gated(x[one], torch.bfloat16, None, "silu"), gated(x, torch.bfloat16, None, "silu")[one])
+
+
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "quick_gelu", "relu"])
 @pytest.mark.parametrize("floats", _cpu.available_isas().floats)
 def test_which_instruction_set_of_integers_computes_does_not_show(floats: str, activation: str | None) -> None:
