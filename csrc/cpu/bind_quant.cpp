@@ -115,7 +115,7 @@ class LinearQuant : public Op {
   static constexpr int64_t kMostOfTask = 16, kMostInStreams = 48;  // panels of a task
   // Gates and ups of as many panels as go side by side, for all rows, or of a task in streams.
   static constexpr int64_t kSums = 2 * kMostPanels * kPanel * kRowsAtOnce;
-  static_assert(2 * kMostInStreams * kPanel <= kSums && kMostInStreams % kMostPanels == 0);
+  static_assert(2 * kMostInStreams * kPanel * (kQuantTile - 1) <= kSums && kMostInStreams % kMostPanels == 0);
 
   static int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
   static void check_dtype(Dtype dtype) {
@@ -151,7 +151,7 @@ class LinearQuant : public Op {
   }
 
   // Whether the panels of a task are read in streams side by side; these are the longer, the larger it is.
-  static bool has_streams(int64_t rows) { return rows == 1 && integer_isa().quant->panels_at_once(rows) > 1; }
+  static bool has_streams(int64_t rows) { return rows < kQuantTile && integer_isa().quant->panels_at_once(rows) > 1; }
 
   int64_t panels_of_task(int64_t rows) const {
     const int64_t at_once = integer_isa().quant->panels_at_once(rows), threads = ThreadPool::instance().size();

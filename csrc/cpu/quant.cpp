@@ -163,31 +163,35 @@ void run_panels(const PackedQuant& weight, int64_t panel, const QuantRows& rows,
   }
 }
 
-// One row waits for memory only, which is left to the processor's own prefetching. Panels are so many `apart`: each is where
-// a stream is that goes on with the next panel, as a stream of one short panel would end before it is fetched in time.
-template <QuantFormat Format, int Panels>
-void run_row(const PackedQuant& weight, int64_t panel, int64_t apart, const QuantRows& rows, const QuantOutput& out,
-             const QuantResults& results) {
-  float sums[Panels][kQuantTile][kPanel];
-  multiply_tile<Format, Panels, 1>(weight.panel(panel), apart * weight.panel_bytes, rows, 0, Ahead{nullptr, 0}, sums);
-  for (int i = 0; i < Panels; ++i) store_results<1>(weight, panel + i * apart, 0, 1, out, sums + i, results);
+// Fewer rows than a tile wait for memory only, which is left to the processor's own prefetching. Their panels, side by
+// side, are where equal parts of the range begin, and each is a stream that goes on with the next panel: one of a short
+// panel alone would end before it is fetched far ahead. Returns the first panel that is left.
+template <QuantFormat Format, int Rows>
+int64_t run_streams(const PackedQuant& weight, int64_t panel, int64_t end, const QuantRows& rows, const QuantOutput& out,
+                    const QuantResults& results) {
+  constexpr int streams = streams_of(Rows);
+  const int64_t apart = (end - panel) / streams, first = panel;
+  for (; panel < first + apart; ++panel) {
+    float sums[streams][kQuantTile][kPanel];
+    multiply_tile<Format, streams, Rows>(weight.panel(panel), apart * weight.panel_bytes, rows, 0, Ahead{nullptr, 0}, sums);
+    for (int i = 0; i < streams; ++i) store_results<1>(weight, panel + i * apart, 0, Rows, out, sums + i, results);
+  }
+  return first + apart * streams;
 }
 
 // Fewer rows are multiplied with one panel after the other, which is read the fastest.
 constexpr int64_t kRowsOfManyPanels = 32;
 
 int64_t panels_at_once(int64_t rows) {
-  return rows == 1 ? kPanelsOfOneRow : rows < kRowsOfManyPanels ? 1 : kPanelsAtOnce;
+  return rows < kQuantTile ? streams_of(static_cast<int>(rows)) : rows < kRowsOfManyPanels ? 1 : kPanelsAtOnce;
 }
 
 template <QuantFormat Format>
 void run_range(const PackedQuant& weight, int64_t panel, int64_t end, const QuantRows& rows, const QuantOutput& out,
                const QuantResults& results) {
-  if (rows.count == 1) {
-    const int64_t apart = (end - panel) / kPanelsOfOneRow;
-    for (int64_t i = 0; i < apart; ++i) run_row<Format, kPanelsOfOneRow>(weight, panel + i, apart, rows, out, results);
-    panel += apart * kPanelsOfOneRow;
-  }
+  if (rows.count == 1) panel = run_streams<Format, 1>(weight, panel, end, rows, out, results);
+  if (rows.count == 2) panel = run_streams<Format, 2>(weight, panel, end, rows, out, results);
+  if (rows.count == 3) panel = run_streams<Format, 3>(weight, panel, end, rows, out, results);
   for (; rows.count >= kRowsOfManyPanels && panel + kPanelsAtOnce <= end; panel += kPanelsAtOnce)
     run_panels<Format, kPanelsAtOnce>(weight, panel, rows, out, results);
   for (; panel < end; ++panel) run_panels<Format, 1>(weight, panel, rows, out, results);

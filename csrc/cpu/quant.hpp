@@ -145,8 +145,8 @@ struct QuantTable {
   bool (*wants_wide)(int bits);
   // Quantises a row x[k], float32 or bfloat16, into row `row`.
   void (*quantize)(const void* x, Dtype dtype, int64_t k, const QuantRows& rows, int64_t row);
-  // How many panels are computed side by side for so many rows, at most kMostPanels; of one row they are parts of the
-  // range that `panels` is given, so that each of them is the begin of a stream.
+  // How many panels are computed side by side for so many rows, at most kMostPanels. Of fewer rows than a tile they are
+  // where equal parts of the range of `panels` begin, so a large range is read in long streams.
   int64_t (*panels_at_once)(int64_t rows);
   // Computes the columns of panels [begin, end) for all rows.
   void (*panels)(const PackedQuant& weight, int64_t begin, int64_t end, const QuantRows& rows, const QuantOutput& out,

@@ -5,7 +5,8 @@
 namespace octavo::OCTAVO_ISA {
 
 using CodeFor8bit = int8_t;
-constexpr int kPanelsAtOnce = 1, kPanelsOfOneRow = 1;
+constexpr int kPanelsAtOnce = 1;
+constexpr int streams_of(int) { return 1; }
 
 OCTAVO_INLINE int32_t start_of_4bit(const int (&sums)[2]) { return -8 * (sums[0] + sums[1]); }
 

@@ -14,7 +14,7 @@ constexpr int kPanelsAtOnce = 3;
 #else
 constexpr int kPanelsAtOnce = 1;
 #endif
-constexpr int kPanelsOfOneRow = 1;
+constexpr int streams_of(int) { return 1; }
 
 OCTAVO_INLINE int32_t start_of_4bit(const int (&sums)[2]) { return -8 * (sums[0] + sums[1]); }
 
