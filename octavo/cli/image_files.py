@@ -19,20 +19,18 @@ def read_images(inputs: InputProcessor, paths: Sequence[str]) -> list[ProcessedI
     Raises:
         ConfigError: the model sees no images, or a file cannot be read, or is no image that the model can take.
     """
-    from octavo.images.image_files import decode_image
-
     prompts = inputs.image_prompts
     if prompts is None and paths:
         raise ConfigError(f"the model reads text alone: leave out the image {paths[0]}")
-    images = []
+    contents = []
     for path in paths:
         try:
-            content = Path(path).expanduser().read_bytes()
+            contents.append(Path(path).expanduser().read_bytes())
         except OSError as e:
             raise ConfigError(f"the image {path} cannot be read: {e.strerror}") from None
-        assert prompts is not None
-        try:
-            images.append(prompts.processor.process(decode_image(content, name=path)))
-        except InvalidRequestError as e:
-            raise ConfigError(str(e)) from None
-    return images
+    if prompts is None or not contents:
+        return []
+    try:
+        return prompts.read(contents, paths)
+    except InvalidRequestError as e:
+        raise ConfigError(str(e)) from None

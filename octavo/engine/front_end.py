@@ -23,6 +23,7 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.model_files import ModelFiles
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.pooling_inputs import PoolingInputs
+from octavo.engine.prompt_features import PromptFeatures, take_images
 from octavo.engine.request_state import RequestState
 from octavo.engine.shared_prefixes import SharedPrefixes
 
@@ -77,14 +78,15 @@ class FrontEnd:
     ) -> tuple[Prompt, RequestOptions, AdapterRef | None]:
         """What ``add`` takes, after all that takes long, so that it does not: done in threads and in the sandbox.
 
-        Long texts are tokenized, the grammar of structured output is compiled, and the adapter is read, if it is new.
+        Long texts are tokenized, images and the adapter are read, if they are not yet, and the grammar of structured
+        output is compiled.
 
         Raises:
-            InvalidRequestError: the prompt is no text, or there can be no such grammar.
+            InvalidRequestError: the prompt is no text, an image is none, or there can be no such grammar.
             ClientLimitError: the client has used up the seconds that it may have for compiling (``Sandbox``).
             AdapterError: the adapter cannot be used.
         """
-        prompt = await self.tokenize(prompt, params)
+        prompt = await self._read_images(await self.tokenize(prompt, params))
         if isinstance(options.prediction, str) and len(options.prediction) >= LONG_TEXT:
             [ids] = await asyncio.to_thread(self.tokenizer.encode_batch, [options.prediction], False)
             options = msgspec.structs.replace(options, prediction=ids)
@@ -107,6 +109,15 @@ class FrontEnd:
         # Unlike ``encode``, this lets other threads run.
         [ids] = await asyncio.to_thread(self.tokenizer.encode_batch, [text])
         return {**fields, "prompt_token_ids": ids}
+
+    async def _read_images(self, prompt: Prompt) -> Prompt:
+        """The prompt with its images as the model sees them; they are made in a thread, and files in the sandbox."""
+        if self.inputs.image_prompts is None:
+            return prompt
+        rest, images = take_images(prompt)
+        if not images or isinstance(images, PromptFeatures):
+            return prompt
+        return {**rest, "multi_modal_data": {"image": await asyncio.to_thread(self.inputs.image_prompts.read, images)}}
 
     async def _find_adapter(self, request: LoRARequest) -> AdapterRef:
         """The adapter that a request names, read in a thread if it is not loaded; one read serves all that wait."""

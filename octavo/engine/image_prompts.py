@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
 
@@ -13,16 +14,19 @@ from octavo.core.image_input import PromptImage
 from octavo.core.request import Feature
 from octavo.engine.model_files import ModelFiles
 from octavo.engine.prompt_features import NO_FEATURES, PromptFeatures
-from octavo.images.image_files import decode_image, image_array
+from octavo.images.image_files import image_array
+from octavo.images.image_reader import ImageReader
 from octavo.images.processor import ProcessedImage
 from octavo.images.processors import AnyProcessor, read_image_processor
 from octavo.models.config_files import read_json
+from octavo.sandbox.pool import Sandbox
 
 
 class ImagePrompts:
     """Puts the images of one model's prompts in the place of their placeholders."""
 
-    def __init__(self, files: ModelFiles) -> None:
+    def __init__(self, files: ModelFiles, sandbox: Sandbox) -> None:
+        self._reader = ImageReader(sandbox)
         self._files, self._options, self._config = files, files.options, files.model_config
         self._tokenizer = files.tokenizer
 
@@ -46,6 +50,34 @@ class ImagePrompts:
             )
         return token
 
+    def read(self, images: Sequence[Any], names: Sequence[str] = ()) -> list[ProcessedImage]:
+        """What the model makes of images, in any form that ``expand`` takes; from any thread.
+
+        Bytes of files are decoded in the sandbox, all of them at once as far as it has processes; pixels stay here.
+        ``names``: what errors call them.
+
+        Raises:
+            InvalidRequestError: there are more than may be, or one is no image.
+        """
+        self._check_limit(len(images))
+        names = names or ["the image"] if len(images) == 1 else [f"image {i}" for i in range(1, len(images) + 1)]
+        begun: list[Future[ProcessedImage] | ProcessedImage] = []
+        try:
+            for image, name in zip(images, names, strict=True):
+                begun.append(self._begin(image, name))
+            return [one if isinstance(one, ProcessedImage) else one.result() for one in begun]
+        finally:
+            for one in begun:
+                if not isinstance(one, ProcessedImage):
+                    one.cancel()
+
+    def _begin(self, image: Any, name: str) -> Future[ProcessedImage] | ProcessedImage:
+        if isinstance(image, ProcessedImage):
+            return image
+        if isinstance(image, bytes):
+            return self._reader.process(image, self.processor, name=name)
+        return self.processor.process(image_array(image, name=name))
+
     def expand(self, token_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], PromptFeatures]:
         """The prompt's token ids with each image in the place of its placeholder.
 
@@ -59,7 +91,7 @@ class ImagePrompts:
         self._check_number(token_ids, len(images), text)
         if not images:
             return list(token_ids), NO_FEATURES
-        processed = [self._processed(image) for image in images]
+        processed = self.read(images)
         ids: list[int] = []
         found = PromptFeatures()
         waiting = iter(processed)
@@ -93,6 +125,8 @@ class ImagePrompts:
             raise InvalidRequestError(
                 f"the prompt has {places} places for images ({text!r}), but {images} images come with it"
             )
+
+    def _check_limit(self, images: int) -> None:
         limit = (self._options.limit_mm_per_prompt or {}).get("image")
         if limit is not None and images > limit:
             raise InvalidRequestError(
@@ -106,11 +140,6 @@ class ImagePrompts:
                 f"the features of the prompt's {len(images)} images take {size} bytes, but there is room for {limit}: "
                 "the option image_cache_bytes"
             )
-
-    def _processed(self, image: Any) -> ProcessedImage:
-        if isinstance(image, ProcessedImage):
-            return image
-        return self.processor.process(decode_image(image) if isinstance(image, bytes) else image_array(image))
 
     def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []

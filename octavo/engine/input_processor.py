@@ -82,7 +82,7 @@ class InputProcessor:
         if takes_images(config, options):
             from octavo.engine.image_prompts import ImagePrompts  # with numpy, of which other models need nothing
 
-            self.image_prompts = ImagePrompts(files)
+            self.image_prompts = ImagePrompts(files, self.sandbox)
         self._next_group_id = 0
         self._unseeded = 0
 

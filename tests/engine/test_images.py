@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from octavo import LLM, AsyncLLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.errors import InvalidRequestError
+from octavo.core.request_options import RequestOptions
+from octavo.images import image_reader
 from tests.image_models import picture, save_gemma3, save_llava, save_smolvlm
+from tests.images.image_cases import file_of
 from tests.whole_outputs import all_of, everything
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
@@ -248,6 +252,50 @@ def test_bad_prompts_fail_alone(models: Models) -> None:
             llm.generate(prompt, SamplingParams(max_tokens=2), use_tqdm=False)
     good = {"prompt": "<image> x", "multi_modal_data": {"image": image}}
     assert llm.generate(good, SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+
+
+@pytest.fixture
+def not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is decoded in this process is an error."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a file was decoded in this process")
+
+    monkeypatch.setattr(image_reader, "decode_image", refuse)
+
+
+def sandboxes() -> int:
+    return sum("octavo.sandbox.process" in child.cmdline() for child in psutil.Process().children())
+
+
+@pytest.mark.usefixtures("not_here")
+def test_files_are_decoded_in_the_sandbox_which_texts_and_pixels_do_not_need(models: Models) -> None:
+    before, llm = sandboxes(), load(models("llava")[0])
+    a, b = picture(40, 56, 1), picture(90, 31, 2)
+
+    def answer(first: Any, second: Any) -> list[Any]:
+        prompt: Any = {"prompt": "<image> and <image>", "multi_modal_data": {"image": [first, second]}}
+        return all_of(llm.generate([prompt, {"prompt": "x"}], PARAMS[:2], use_tqdm=False))
+
+    pixels = answer(a, b)
+    assert sandboxes() == before
+    assert answer(file_of(a), b) == answer(a, file_of(b)) == answer(file_of(a), file_of(b)) == pixels
+    assert sandboxes() > before
+    bad = {"prompt": "<image><image>", "multi_modal_data": {"image": [file_of(a), file_of(b)[:60]]}}
+    with pytest.raises(InvalidRequestError, match="image 2 is damaged or cut off"):
+        llm.generate(bad, use_tqdm=False)
+    assert answer(a, b) == pixels
+
+
+@pytest.mark.usefixtures("not_here")
+def test_with_an_event_loop_images_are_read_beside_it(models: Models) -> None:
+    front_end = load(models("llava")[0]).llm_engine.front_end
+    image = picture(40, 56, 1)
+    prompt: Any = {"prompt": "<image>x", "multi_modal_data": {"image": file_of(image)}}
+    read: Any = asyncio.run(front_end.prepare(prompt, None, RequestOptions()))[0]
+    [processed] = read["multi_modal_data"]["image"]
+    assert front_end.inputs.image_prompts is not None
+    assert processed == front_end.inputs.image_prompts.processor.process(image)
 
 
 def test_a_text_model_refuses_images(tiny_model: Path) -> None:
