@@ -35,7 +35,6 @@ from octavo.server.messages.message_protocol import (
 )
 from octavo.server.metrics import Metrics
 from octavo.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestMiddleware
-from octavo.server.protocol import ChatCompletion, Completion
 from octavo.server.protocol_admin import (
     AdapterStatus,
     Detokenized,
@@ -51,6 +50,7 @@ from octavo.server.protocol_admin import (
     TokenizerInfo,
     Version,
 )
+from octavo.server.protocol_answers import ChatCompletion, Completion
 from octavo.server.responses import input_routes as inputs
 from octavo.server.responses import response_routes as responses
 from octavo.server.responses.response_protocol import DeletedResponse, InputTokens, ItemList, ResponseObject

@@ -14,16 +14,15 @@ from octavo.server.chat_output import ChatEvent, ContentDelta, ReasoningDelta, T
 from octavo.server.chat_request import Chat, ChoiceEvents, start_chat
 from octavo.server.logprobs import LogprobsTracker, make_chat_logprobs, make_prompt_logprobs
 from octavo.server.pending_response import PendingResponse
-from octavo.server.protocol import (
+from octavo.server.protocol import ChatCompletionRequest, TextPart
+from octavo.server.protocol_answers import (
     ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
-    ChatCompletionRequest,
     ChoiceLogprobs,
     ChunkChoice,
     Delta,
     Message,
-    TextPart,
 )
 from octavo.server.protocol_tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
 from octavo.server.service import service_of

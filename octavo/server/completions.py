@@ -17,7 +17,8 @@ from octavo.server.generation import Generation, make_generation
 from octavo.server.logprobs import LogprobsTracker, make_completion_logprobs, make_prompt_logprobs, prompt_tokens
 from octavo.server.pending_response import PendingResponse
 from octavo.server.prompt_fields import read_prompts
-from octavo.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
+from octavo.server.protocol import CompletionRequest
+from octavo.server.protocol_answers import Completion, CompletionChoice, CompletionLogprobs, Usage
 from octavo.server.service import ServedModel, Service, service_of
 from octavo.server.streaming import DONE, event
 

@@ -29,7 +29,8 @@ from octavo.server.logprobs import LogprobsTracker, TextLogprobs, TokenNames
 from octavo.server.metrics import RequestObserver
 from octavo.server.middleware import client_of
 from octavo.server.prompt_fields import truncated
-from octavo.server.protocol import CompletionDetails, GenerationRequest, PromptDetails, Usage
+from octavo.server.protocol import GenerationRequest
+from octavo.server.protocol_answers import CompletionDetails, PromptDetails, Usage
 from octavo.server.request_params import make_beam_search_params, make_sampling_params
 from octavo.server.service import ServedModel, Service, engine_request_id
 

@@ -11,7 +11,7 @@ from typing import Any
 from octavo.core.outputs import CompletionOutput, TokenLogprobs
 from octavo.engine.text_stream import TextStream
 from octavo.engine.tokenizer import Tokenizer
-from octavo.server.protocol import ChoiceLogprobs, CompletionLogprobs, PromptLogprobs, TokenLogprob, TopLogprob
+from octavo.server.protocol_answers import ChoiceLogprobs, CompletionLogprobs, PromptLogprobs, TokenLogprob, TopLogprob
 
 #: Lowest logprob that is sent, as JSON has no infinity.
 _MIN_LOGPROB = -9999.0

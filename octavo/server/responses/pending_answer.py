@@ -15,7 +15,7 @@ from octavo.server.chat_request import Chat, ChoiceEvents
 from octavo.server.logprobs import TextLogprobs, Token, make_chat_logprobs
 from octavo.server.middleware import owner_of
 from octavo.server.pending_response import Event, PendingChat, encode_event
-from octavo.server.protocol import TokenLogprob
+from octavo.server.protocol_answers import TokenLogprob
 from octavo.server.responses import response_request as chats
 from octavo.server.responses.items import ITEMS
 from octavo.server.responses.response_events import GrowingResponse

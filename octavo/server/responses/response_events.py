@@ -13,7 +13,7 @@ from octavo.server.api_errors import ApiError
 from octavo.server.chat_output import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
 from octavo.server.logprobs import TextLogprobs, Token
 from octavo.server.pending_response import Event
-from octavo.server.protocol import TokenLogprob
+from octavo.server.protocol_answers import TokenLogprob
 from octavo.server.responses.response_protocol import (
     CustomToolCallItem,
     FunctionCallItem,

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from octavo.server.field_marks import hint, refused
 from octavo.server.foreign_fields import EngineFields
-from octavo.server.protocol import TokenLogprob
+from octavo.server.protocol_answers import TokenLogprob
 from octavo.server.protocol_base import Int, Name, Phrase, ResponseModel
 from octavo.server.responses.response_parts import (
     InputItem,
