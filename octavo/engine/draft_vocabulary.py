@@ -29,7 +29,7 @@ def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) 
     if draft is None or draft.method != "draft_model":
         return
     # The core's process needs it for this alone.
-    from octavo.engine.tokenizer import NoTokenizer, find_tokenizer
+    from octavo.engine.find_tokenizer import NoTokenizer, find_tokenizer
 
     assert draft.model is not None
     dummy = options.load_format == "dummy"

@@ -20,11 +20,11 @@ from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.engine.encoder_prompts import EncoderPrompts
+from octavo.engine.find_tokenizer import NoTokenizer
 from octavo.engine.model_files import ModelFiles
 from octavo.engine.prompt_features import NO_FEATURES, PromptFeatures, take_images, takes_images
 from octavo.engine.reasoning_marks import REASONING_MARKS, find_reasoning_marks
 from octavo.engine.request_state import RequestState
-from octavo.engine.tokenizer import NoTokenizer
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.sandbox.pool import Sandbox
 from octavo.scheduler.policies import POLICIES, policy_class

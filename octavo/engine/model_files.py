@@ -13,7 +13,8 @@ from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.model_config import ModelConfig
 from octavo.core.text_files import read_text
 from octavo.engine.chat_template import read_chat_template
-from octavo.engine.tokenizer import Tokenizer, find_tokenizer
+from octavo.engine.find_tokenizer import find_tokenizer
+from octavo.engine.tokenizer import Tokenizer
 from octavo.loader.resolve import resolve_model
 from octavo.models.config_files import default_sampling, read_model_config
 from octavo.scheduler.policies import policy_class

@@ -300,7 +300,7 @@ def test_the_page_of_differences_names_options_of_the_table() -> None:
 
 
 def test_without_a_tokenizer_ids_go_in_and_come_out(tiny_model: Path, tmp_path: Path, names: dict[str, Any]) -> None:
-    from octavo.engine.tokenizer import SkippedTokenizer
+    from octavo.engine.find_tokenizer import SkippedTokenizer
     from octavo.server.logprobs import LogprobsTracker, TokenNames, make_completion_logprobs
 
     for name in ("config.json", "model.safetensors"):

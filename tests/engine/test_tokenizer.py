@@ -16,7 +16,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from octavo import LLM, SamplingParams
 from octavo.core.config import EngineConfig
 from octavo.core.errors import InvalidRequestError, TokenizerError, UnsupportedModelError
-from octavo.engine.tokenizer import NoTokenizer, Tokenizer, find_tokenizer, load_tokenizer
+from octavo.engine.find_tokenizer import NoTokenizer, find_tokenizer
+from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.loader.resolve import resolve_model
 
 TEXTS = [
