@@ -1,4 +1,4 @@
-"""Files of clients become processed images in the sandbox: a decoder may crash, fill the memory or never end there."""
+"""Files become processed images in the sandbox: a decoder may crash, fill the memory or never end there."""
 
 from __future__ import annotations
 
