@@ -17,12 +17,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 
 ENGINE = os.environ.get("CONTAINER_ENGINE", "docker")
 NAME = f"octavo-try-{os.getpid()}"
 OPTIONS = ("--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges:true")
-#: Seconds of --shutdown-timeout, and those after which the engine kills: as in deploy/docker-compose.yml.
-SHUTDOWN, GRACE = 30, 45
+#: Seconds after which the engine kills, which are more than those of --shutdown-timeout.
+GRACE = 45
 PATIENCE = 900
 #: Within the container: kills the process of the engine.
 KILL_CORE = """
@@ -49,7 +50,7 @@ def engine(*words: str) -> str:
 def start(image: str) -> str:
     """Starts a server in a container; its URL."""
     volume = ("-v", f"{NAME}:/models", "-p", "127.0.0.1::8000")
-    engine("run", "-d", "--name", NAME, *OPTIONS, *volume, image, "smollm2-135m", f"--shutdown-timeout={SHUTDOWN}")
+    engine("run", "-d", "--name", NAME, *OPTIONS, *volume, image, "smollm2-135m", "--shutdown-timeout=30")
     return f"http://{engine('port', NAME, '8000').splitlines()[0]}"
 
 
@@ -57,8 +58,7 @@ def stop() -> tuple[float, int]:
     """Stops the server and removes its container; the seconds that it took, and the exit code."""
     begin = time.monotonic()
     engine("stop", "-t", str(GRACE), NAME)
-    seconds = time.monotonic() - begin
-    code = int(engine("inspect", "-f", "{{.State.ExitCode}}", NAME))
+    seconds, code = time.monotonic() - begin, int(engine("inspect", "-f", "{{.State.ExitCode}}", NAME))
     engine("rm", NAME)
     return seconds, code
 
@@ -81,11 +81,6 @@ def status(url: str) -> int:
         return e.code
     except OSError:
         return 0
-
-
-def health() -> str:
-    """What the container engine's own check says."""
-    return engine("inspect", "-f", "{{.State.Health.Status}}", NAME)
 
 
 class Stream(threading.Thread):
@@ -124,6 +119,7 @@ def main(image: str) -> None:
     print(f"told to stop while it loads, it ends after {seconds:.1f} s", flush=True)
 
     url = start(image)
+    health = partial(engine, "inspect", "-f", "{{.State.Health.Status}}", NAME)
     first = health()
     print(f"first start: answers after {until(lambda: status(url) == 200):.1f} s", flush=True)
     until(lambda: health() != first)
