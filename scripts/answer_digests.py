@@ -7,8 +7,8 @@
 A digest covers the tokens, logprobs (every bit), ranks, finish reasons and scores of one request. Digests are specific
 to an instruction set of floats and a kind (types of weights and cache). They must be the same under all schedules, run
 with the best instruction set of integers, and those of quantised weights with every set of integers. All sets are taken
-that the kernels are built for and the processor runs, but generic, which must be named: its integers take some eight
-times as long as AVX2's, its floats twice. Or those of ``OCTAVO_CPU_ISA`` are.
+that the kernels are built for and the processor runs, or those of ``OCTAVO_CPU_ISA``; but generic must be named: its
+integers take some eight times as long as AVX2's, its floats twice.
 
 Of processors other than x86 the record's name is that of the set and of the machine (``generic aarch64``), as these
 fuse products with sums. The generic set compiled for x86 with ``-mfma`` does so too and gives the same bits in a
