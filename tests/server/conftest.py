@@ -25,8 +25,8 @@ def http(tiny_server: Running) -> Iterator[httpx.Client]:
 def demo_server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server of the demo model."""
     log = tmp_path_factory.mktemp("demo-server") / "log"
-    flags = ("--num-gpu-blocks-override", "600", "--max-model-len", "2048", "--served-model-name", "demo")
-    with running(demo_model, log, *flags) as server:
+    flags = ("--num-gpu-blocks-override", "600", "--max-model-len", "2048", "--num-threads", "1")
+    with running(demo_model, log, *flags, "--served-model-name", "demo") as server:
         yield server
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -15,12 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from tests.busy_machine import PATIENCE, eventually
 
 #: Small, so that runs of several servers at once do not fight for the machine.
 TINY = ("--num-gpu-blocks-override", "400", "--num-threads", "1", "--max-num-seqs", "64", "--status-interval", "0")
+
+
+@functools.cache
+def certificates() -> ssl.SSLContext:
+    """What clients would judge a server's certificate by, read once: that takes longer than most requests of tests."""
+    return ssl.create_default_context()
+
+
+class OpenAIConnections(DefaultHttpxClient):
+    """Connections of a client of the openai package, which end with it."""
+
+    def __del__(self) -> None:
+        self.close()
 
 
 @dataclass
@@ -32,12 +47,12 @@ class Running:
     log: Path
 
     def client(self, **options: Any) -> OpenAI:
-        return OpenAI(
-            **{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": PATIENCE, **options}
-        )
+        connections = OpenAIConnections(verify=certificates())
+        usual = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": PATIENCE}
+        return OpenAI(**{**usual, "http_client": connections, **options})
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(**{"base_url": self.url, "timeout": PATIENCE, **options})
+        return httpx.Client(**{"base_url": self.url, "timeout": PATIENCE, "verify": certificates(), **options})
 
     @property
     def address(self) -> tuple[str, int]:

@@ -25,7 +25,7 @@ MAX_BYTES, MAX_SECONDS = 4 << 20, 90
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     log = tmp_path_factory.mktemp("speech-server") / "log"
-    flags = ("--num-threads", "2", "--max-num-seqs", "16", "--status-interval", "0", "--served-model-name", "ears")
+    flags = ("--num-threads", "1", "--max-num-seqs", "16", "--status-interval", "0", "--served-model-name", "ears")
     limits = ("--max-audio-bytes", str(MAX_BYTES), "--max-audio-seconds", str(MAX_SECONDS))
     with running("whisper-tiny.en", log, *flags, *limits) as found:
         yield found

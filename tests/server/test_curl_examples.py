@@ -27,7 +27,7 @@ def examples() -> list[list[str]]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     log = tmp_path_factory.mktemp("readme") / "log"
-    with running("smollm2-135m", log, "--num-gpu-blocks-override", "200") as server:
+    with running("smollm2-135m", log, "--num-gpu-blocks-override", "200", "--num-threads", "1") as server:
         yield server
 
 
