@@ -134,9 +134,10 @@ def test_bit_for_bit_the_same_in_any_company(tiny_model: Path, place: Place, dty
     alone = load(tiny_model, place, dtype=dtype, enable_prefix_caching=False)
     expected = [everything(run(alone, [prompt], params)[0]) for prompt in asked]
     roomy, tight = {"max_num_batched_tokens": 200}, {"max_num_batched_tokens": 35, "num_gpu_blocks_override": 10}
+    few = place.requests == 2  # for the interpreter, by default
     for options in [tight] if place.options == INTERPRETED_FIXED else [roomy, tight]:
         llm = load(tiny_model, place, dtype=dtype, watermark=0.0, **options)
-        for _ in range(2):  # the second time from the prefix cache
+        for _ in range(1 if few else 2):  # the second time from the prefix cache
             assert [everything(o) for o in run(llm, asked, params)] == expected
 
 

@@ -70,7 +70,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "options", OPTIONS, ids=lambda options: ", ".join(f"{k}={v}" for k, v in options.items()) or "plain"
+    "options",
+    [pytest.param(o, marks=pytest.mark.slow if o in (OPTIONS[0], OPTIONS[2]) else ()) for o in OPTIONS],
+    ids=lambda options: ", ".join(f"{k}={v}" for k, v in options.items()) or "plain",
 )
 def test_bit_for_bit_the_answers_without_drafts(
     tiny_model: Path, tiny_draft: Path, plain: Any, options: dict[str, Any]

@@ -120,8 +120,11 @@ def test_bit_for_bit_the_answers_without_guesses(
     "options",
     [
         {},
-        {"batching": "prefill_first", "max_num_batched_tokens": 128},
-        {"num_gpu_blocks_override": 40, "preemption_mode": "recompute", "enable_prefix_caching": False},
+        pytest.param({"batching": "prefill_first", "max_num_batched_tokens": 128}, marks=pytest.mark.slow),
+        pytest.param(
+            {"num_gpu_blocks_override": 40, "preemption_mode": "recompute", "enable_prefix_caching": False},
+            marks=pytest.mark.slow,
+        ),
         {"num_gpu_blocks_override": 40, "preemption_mode": "swap", "num_host_blocks_override": 100},
     ],
     ids=lambda options: ", ".join(f"{k}={v}" for k, v in options.items()) or "plain",

@@ -110,12 +110,14 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"max_num_batched_tokens": 17, "async_scheduling": True},
         {"max_num_batched_tokens": 24, "batching": "mixed", **TIGHT, "preemption_mode": "recompute"},
-        {**TIGHT, "preemption_mode": "swap", "enable_prefix_caching": False},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in ({}, {**TIGHT, "preemption_mode": "swap", "enable_prefix_caching": False})
+        ),
     ],
-    ids=["plain", "in chunks and ahead", "recomputed", "swapped"],
+    ids=["in chunks and ahead", "recomputed", "plain", "swapped"],
 )
 def test_bit_for_bit_the_answers_without_a_head(
     files: dict[str, Any], plain: Any, method: str, options: dict[str, Any]

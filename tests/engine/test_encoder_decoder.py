@@ -161,7 +161,7 @@ def test_beams_are_those_of_transformers(
     ("options", "happens"),
     [
         ({}, None),
-        ({"enable_prefix_caching": False}, None),
+        pytest.param({"enable_prefix_caching": False}, None, marks=pytest.mark.slow),
         ({"max_num_batched_tokens": 16}, None),
         ({"max_num_encoder_input_tokens": 8}, None),
         ({"batching": "prefill_first", "max_num_batched_tokens": 64}, None),
@@ -178,7 +178,7 @@ def test_beams_are_those_of_transformers(
         ),
         ({"num_gpu_blocks_override": 44, "watermark": 0.0, "enable_prefix_caching": False}, None),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, None),
-        ({"num_threads": 2, "block_size": 16}, None),
+        pytest.param({"num_threads": 2, "block_size": 16}, None, marks=pytest.mark.slow),
     ],
 )
 def test_one_answer(options: dict[str, Any], happens: str | None, folder: Path, alone: list[Any]) -> None:

@@ -62,18 +62,18 @@ DRAFTED = {"speculative_config": {"method": "ngram", "adaptive": False, "prompt_
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"jump_forward": False},
-        {"max_num_batched_tokens": 16},
         {"batching": "prefill_first", "max_num_batched_tokens": 200},
         {"async_scheduling": True},
         {**PREEMPTED, "preemption_mode": "recompute"},
         SWAPPED,
         DRAFTED,
-        {"kernels": "cpu", "num_threads": 2, "max_num_seqs": 3},
         *(
             pytest.param(options, marks=pytest.mark.slow)
             for options in (
+                {},
+                {"max_num_batched_tokens": 16},
+                {"kernels": "cpu", "num_threads": 2, "max_num_seqs": 3},
                 {**PREEMPTED, "preemption_mode": "recompute", "async_scheduling": True},
                 {**SWAPPED, "jump_forward": False},
                 {**DRAFTED, "jump_forward": False},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,10 @@ def test_best_of_below_n_is_refused() -> None:
         SamplingParams(n=3, best_of=2)
 
 
-def test_a_stop_text_ends_one_sample_and_the_others_go_on(llm: LLM) -> None:
-    plain = llm.generate("Count:", SamplingParams(n=4, seed=1, max_tokens=20), use_tqdm=False)[0].outputs
-    stop = next(word for o in plain for word in o.text.split() if len(word) > 2)
-    stopped = llm.generate("Count:", SamplingParams(n=4, seed=1, max_tokens=20, stop=stop), use_tqdm=False)[0].outputs
+def test_a_stop_text_ends_one_sample_and_the_others_go_on(tiny: LLM) -> None:
+    plain = tiny.generate("Count:", SamplingParams(n=4, seed=1, max_tokens=40), use_tqdm=False)[0].outputs
+    stop = next(word for o in plain for word in re.findall("[!-~]{2}", o.text))
+    stopped = tiny.generate("Count:", SamplingParams(n=4, seed=1, max_tokens=40, stop=stop), use_tqdm=False)[0].outputs
     assert any(o.stop_reason == stop for o in stopped)
     for before, after in zip(plain, stopped, strict=True):
         assert after.text == before.text.split(stop)[0]
@@ -184,23 +185,23 @@ def test_beams_of_a_tiny_random_model_that_often_ends(tiny: LLM, tiny_reference:
         against_transformers(tiny, tiny_reference, [3 + (7 * i) % 40 for i in range(length)], params)
 
 
-def test_beams_share_their_common_beginning(llm: LLM) -> None:
-    engine = llm.llm_engine
+def test_beams_share_their_common_beginning(tiny: LLM) -> None:
+    engine = tiny.llm_engine
     engine.reset_prefix_cache()
     params = BeamSearchParams(beam_width=4, max_tokens=40, ignore_eos=True)
-    engine.add_request("beams", {"prompt_token_ids": [1000 + 37 * i for i in range(40)]}, params)
+    engine.add_request("beams", {"prompt_token_ids": tokens(40)}, params)
     most = max(blocks_in_use(engine))
     assert most < 4 * (-(-80 // BLOCK))
     # Two full blocks of prompt are shared by all; beams that part late share more.
     assert most <= 2 + 4 * 3
 
 
-def test_beam_search_and_sampling_run_in_one_batch(llm: LLM) -> None:
+def test_beam_search_and_sampling_run_in_one_batch(tiny: LLM) -> None:
     beams, greedy = BeamSearchParams(beam_width=3, max_tokens=10), SamplingParams(temperature=0.0, max_tokens=10)
-    both = llm.generate(["A tree is", "A river is"], [beams, greedy], use_tqdm=False)
+    both = tiny.generate(["A tree is", "A river is"], [beams, greedy], use_tqdm=False)
     assert len(both[0].outputs) == 3
     assert both[0].outputs[0].score is not None
-    assert both[1].outputs[0].text == llm.generate("A river is", greedy, use_tqdm=False)[0].outputs[0].text
+    assert both[1].outputs[0].text == tiny.generate("A river is", greedy, use_tqdm=False)[0].outputs[0].text
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -86,30 +87,30 @@ def alone(models: Models) -> Callable[[str], list[Any]]:
     return record
 
 
-@pytest.mark.parametrize("family", ["llava", "gemma3", pytest.param("smolvlm", marks=pytest.mark.slow)])
+TIGHT: dict[str, Any] = {"num_gpu_blocks_override": 40, "block_size": 4, "watermark": 0.0}
+COMPANY: dict[str, dict[str, Any]] = {
+    "one batch": {},
+    "chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 4},
+    "small blocks": {"max_num_batched_tokens": 20, "max_num_seqs": 3, "block_size": 5, "num_gpu_blocks_override": 60},
+    "recomputed": {**TIGHT, "preemption_mode": "recompute"},
+    "swapped": {**TIGHT, "preemption_mode": "swap", "swap_space": 0.01},
+    "encoded apart": {"image_step_ms": 0.001},
+    "few features": {"image_cache_bytes": 1 << 20, "enable_prefix_caching": False},
+    "no chunks": {"num_threads": 1, "enable_chunked_prefill": False, "max_num_batched_tokens": 512},
+}
+#: By default all with one family, and with the one whose images' tokens see each other what cuts and repeats prompts.
+BY_DEFAULT = {*(("llava", company) for company in COMPANY), ("gemma3", "chunks"), ("gemma3", "recomputed")}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("family", "company"),
     [
-        {},
-        {"max_num_batched_tokens": 24, "max_num_seqs": 4},
-        {"max_num_batched_tokens": 20, "max_num_seqs": 3, "block_size": 5, "num_gpu_blocks_override": 60},
-        {"num_gpu_blocks_override": 40, "block_size": 4, "watermark": 0.0, "preemption_mode": "recompute"},
-        {
-            "num_gpu_blocks_override": 40,
-            "block_size": 4,
-            "watermark": 0.0,
-            "preemption_mode": "swap",
-            "swap_space": 0.01,
-        },
-        {"image_step_ms": 0.001},
-        {"image_cache_bytes": 1 << 20, "enable_prefix_caching": False},
-        {"num_threads": 1, "enable_chunked_prefill": False, "max_num_batched_tokens": 512},
+        pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow)
+        for case in itertools.product(("llava", "gemma3", "smolvlm"), COMPANY)
     ],
-    ids=lambda o: ", ".join(f"{k}={v}" for k, v in o.items()) or "one batch",
 )
-def test_the_same_bits_in_company(
-    models: Models, alone: Callable[[str], list[Any]], family: str, options: dict[str, Any]
-) -> None:
+def test_the_same_bits_in_company(models: Models, alone: Callable[[str], list[Any]], family: str, company: str) -> None:
+    options = COMPANY[company]
     llm = load(models(family)[0], **options)
     outputs = llm.generate(prompts(family), PARAMS, use_tqdm=False)
     assert all_of(outputs) == alone(family)

@@ -78,7 +78,6 @@ def test_an_interrupt_at_a_random_moment_leaves_the_engine_as_it_was(
     start = time.perf_counter()
     answers(llm)
     whole, interrupted = time.perf_counter() - start, 0
-    print("WHOLE", whole)
     for moment in range(moments):
         interrupted += was_interrupted(llm, rng.uniform(1e-5, whole))
         check_nothing_held(llm)

@@ -30,7 +30,7 @@ def params() -> list[SamplingParams]:
             temperature=(0.0, 0.9)[i % 2],
             top_p=(1.0, 0.9)[i % 2],
             seed=i,
-            max_tokens=8 + 2 * i,
+            max_tokens=8 + i,
             ignore_eos=True,
             logprobs=2,
             prompt_logprobs=1,

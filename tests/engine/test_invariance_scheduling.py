@@ -62,7 +62,7 @@ def alone() -> list[Any]:
     return results
 
 
-#: By default the one; swapping is met below, and more combinations run on a tiny network, see test_async_scheduling.py.
+#: By default the one; more combinations, swapping among them, run on a tiny network, see test_async_scheduling.py.
 DEFAULT = [("mixed", "recompute", True)]
 COMBINATIONS = [
     pytest.param(*one, marks=[] if one in DEFAULT else pytest.mark.slow)
@@ -91,23 +91,18 @@ def test_under_preemption(alone: list[Any], batching: str, mode: str, caching: b
     assert stats.blocks_used == stats.host_blocks_used == 0
 
 
+@pytest.mark.slow  # by default test_async_scheduling.py says so on a tiny network
 @pytest.mark.parametrize(
     ("policy", "victim"),
     [
         ("static", "last"),
-        # Of the others, test_async_scheduling.py says so on a tiny network.
-        *(
-            pytest.param(policy, victim, marks=pytest.mark.slow)
-            for policy, victim in (
-                ("sjf", "least_computed"),
-                ("ldf", "most_blocks"),
-                ("lcfs", "last"),
-                ("srpt", "last"),
-                ("fair", "most_blocks"),
-                ("deadline", "last"),
-                ("mlfq", "least_computed"),
-            )
-        ),
+        ("sjf", "least_computed"),
+        ("ldf", "most_blocks"),
+        ("lcfs", "last"),
+        ("srpt", "last"),
+        ("fair", "most_blocks"),
+        ("deadline", "last"),
+        ("mlfq", "least_computed"),
     ],
 )
 def test_under_every_policy(alone: list[Any], policy: str, victim: str) -> None:

@@ -92,12 +92,14 @@ def alone(load: Callable[..., LLM]) -> list[Any]:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"max_num_batched_tokens": 40, "long_prefill_token_threshold": 7},
         {"num_gpu_blocks_override": 34, "preemption_mode": "recompute"},
         {"num_gpu_blocks_override": 34, "preemption_mode": "swap", "num_host_blocks_override": 100},
         {"async_scheduling": True, "num_gpu_blocks_override": 40, "num_host_blocks_override": 100},
-        {"batching": "prefill_first", "enable_prefix_caching": False},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in ({}, {"batching": "prefill_first", "enable_prefix_caching": False})
+        ),
     ],
     ids=lambda options: ", ".join(f"{k}={v}" for k, v in options.items()) or "one batch",
 )

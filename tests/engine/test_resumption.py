@@ -97,9 +97,9 @@ def replace_core(llm: LLMEngine) -> None:
     ("every", "options"),
     [
         pytest.param(1, {}, marks=pytest.mark.slow),
-        (2, {"max_num_batched_tokens": 24}),
-        (3, {"enable_prefix_caching": False}),
-        (5, {"batching": "prefill_first"}),
+        (4, {"max_num_batched_tokens": 24}),
+        pytest.param(3, {"enable_prefix_caching": False}, marks=pytest.mark.slow),
+        pytest.param(5, {"batching": "prefill_first"}, marks=pytest.mark.slow),
         (7, {"async_scheduling": True}),
         (4, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
         (6, {"num_gpu_blocks_override": 60, "preemption_mode": "swap", "num_host_blocks_override": 60}),

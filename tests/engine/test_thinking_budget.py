@@ -91,15 +91,15 @@ def test_reasoning_has_no_more_tokens_than_its_budget(llm: LLM, marks: tuple[int
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"async_scheduling": True},
-        {"max_num_batched_tokens": 16},
         {**PREEMPTED, "preemption_mode": "recompute"},
-        {"num_gpu_blocks_override": 50, "preemption_mode": "swap", "num_host_blocks_override": 200},
         DRAFTED,
         *(
             pytest.param(options, marks=pytest.mark.slow)
             for options in (
+                {},
+                {"max_num_batched_tokens": 16},
+                {"num_gpu_blocks_override": 50, "preemption_mode": "swap", "num_host_blocks_override": 200},
                 {**DRAFTED, **PREEMPTED, "preemption_mode": "recompute"},
                 {**DRAFTED, "async_scheduling": True},
             )

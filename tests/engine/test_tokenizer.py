@@ -271,7 +271,7 @@ def pair() -> tuple[Tokenizer, Any]:
     return load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.text(max_size=40))
 def test_any_text_gives_the_ids_and_the_text_of_transformers(text: str) -> None:
     ours, theirs = pair()
