@@ -87,6 +87,7 @@ def playground(browser: Any, site: Running) -> Iterator[Visit]:
 
 def test_a_chat_streams_and_stays_in_the_browser(playground: Visit) -> None:
     page = playground.page
+    assert page.locator(".composer input[type=file]").count() == 0, "the model reads text alone"
     ask(playground, "Hello there", max_tokens="12", temperature="0")
     stats(playground).wait_for()
     assert "first token after" in stats(playground).inner_text()

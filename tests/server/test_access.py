@@ -45,7 +45,7 @@ def test_requests_without_a_known_key_are_refused(serve: Serve, tmp_path: Path) 
     keys.chmod(0o600)
     server = serve(
         "--api-key-file", str(keys), "--allowed-origins", "https://a.example", "--max-body-bytes", "5000",
-        "--body-timeout", "3", "--log-prompts", "--max-stored-responses", "2",
+        "--body-timeout", "1", "--log-prompts", "--max-stored-responses", "2",
         "--served-model-name", "tiny", env={"OCTAVO_API_KEYS": "third-key"},
     )  # fmt: skip
     with server.http() as http:

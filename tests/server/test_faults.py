@@ -292,7 +292,7 @@ def test_when_the_engine_hangs_it_is_as_if_it_had_died(serve: Serve) -> None:
 def test_a_lost_engine_is_a_pause_in_the_answers(options: list[str], number: int, serve: Serve) -> None:
     """A stream that has begun, a request that waits, and one that comes while there is no engine."""
     server = serve(*ONE_AT_A_TIME, *options)
-    fields = {**SLOW, "prompt": ["x"] * 3, "temperature": 1, "seed": 5, "logprobs": 2}
+    fields = {**SLOW, "prompt": ["x"] * 3, "max_tokens": 120, "temperature": 1, "seed": 5, "logprobs": 2}
     right = post(server, fields).json()
     core = psutil.Process(server.core_pid())
     if "--standby-engines" in options:

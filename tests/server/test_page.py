@@ -77,12 +77,6 @@ def test_with_keys_the_page_is_there_and_what_it_asks_for_needs_one(serve: Serve
             assert stream.status_code == 200 and next(stream.iter_lines()).startswith("data: ")
 
 
-def test_the_page_can_be_turned_off(serve: Serve) -> None:
-    with serve("--no-ui").http() as http:
-        assert http.get("/", headers=HTML).json()["name"] == "Octavo"
-        assert http.get("/ui/main.js").status_code == 404
-
-
 # --- the files ------------------------------------------------------------------------------------------------------
 
 TEXTS = {path.relative_to(FOLDER).as_posix(): path.read_text(encoding="utf-8") for path in FOLDER.rglob("*.*")}

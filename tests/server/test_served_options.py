@@ -25,7 +25,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     (folder / "generation_config.json").write_text(json.dumps(own))
     flags = ("--generation-config", str(folder), "--unknown-fields", "ignore", "--trust-request-chat-template")
     drafts = ("--speculative-config", '{"method": "ngram", "adaptive": false}')
-    stores = ("--max-stored-responses", "0")
+    stores = ("--max-stored-responses", "0", "--no-ui")
     with running(
         tiny_model, folder / "log", *TINY, *flags, *drafts, "--max-num-batched-tokens", "64", *stores
     ) as server:
@@ -99,6 +99,16 @@ def test_a_server_that_keeps_no_responses_says_so(server: Running) -> None:
         assert answer.status_code == 404 and "keeps none" in answer.json()["error"]["message"]
         answer = http.post("/v1/responses", json={**body, "store": True})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "store"
+        answer = http.post("/v1/responses", json={**body, "background": True})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == "background"
+        assert "max_stored_responses" in error["message"]
+
+
+def test_the_page_can_be_turned_off(server: Running) -> None:
+    with server.http() as http:
+        assert http.get("/", headers={"accept": "text/html,*/*"}).json()["name"] == "Octavo"
+        assert http.get("/ui/main.js").status_code == 404
 
 
 def test_unknown_fields_are_ignored_where_the_operator_says_so(server: Running) -> None:

@@ -91,8 +91,15 @@ def ask_streamed(server: Running, prompt: str, **fields: Any) -> dict[str, Any]:
     return joined
 
 
-@pytest.mark.parametrize("temperature", [0.9, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_served_answers_are_the_offline_ones_bit_for_bit_alone_and_in_company(
+    tiny_server: Running, tiny_model: Path
+) -> None:
+    compare_with_offline(tiny_server, tiny_model, PROMPTS, 0.9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.9, 0.0])
+def test_served_answers_of_the_demo_model_are_the_offline_ones_bit_for_bit_alone_and_in_company(
     demo_server: Running, demo_model: Path, temperature: float
 ) -> None:
     compare_with_offline(demo_server, demo_model, PROMPTS, temperature)
@@ -107,7 +114,7 @@ def test_served_answers_are_the_offline_ones_bit_for_bit_among_64_clients(
 
 def compare_with_offline(server: Running, model: Path, prompts: list[str], temperature: float) -> None:
     """One client alone, then one for each prompt at once, half of them streaming."""
-    llm = LLM(model=str(model), num_gpu_blocks_override=600, max_model_len=2048)
+    llm = LLM(model=str(model), num_gpu_blocks_override=600)
     params = [
         SamplingParams(temperature=temperature, max_tokens=12, logprobs=3, seed=i if temperature else None)
         for i in range(len(prompts))
@@ -155,24 +162,22 @@ def test_responses_to_generated_requests_conform_to_openapi(tiny_server: Running
             assert method["description"] and "422" not in method["responses"]
     # It cannot make the forms of these: its filter refuses its own type for the bytes of a file.
     run_schemathesis(
-        tiny_server, "--max-examples", "2", "--phases", "examples,fuzzing", "--exclude-path-regex", "/v1/audio/"
+        tiny_server, "--max-examples", "1", "--phases", "examples,fuzzing", "--exclude-path-regex", "/v1/audio/"
     )
 
 
+@pytest.mark.slow  # by default these routes get such requests from a server that refuses them
 @pytest.mark.parametrize(
-    ("examples", "tasks"), [(2, ["vectors"]), pytest.param(12, ["vectors", "pairs", "classes"], marks=pytest.mark.slow)]
+    ("server", "paths"),
+    [
+        ("vector_server", "/v1/embeddings|/pooling|/embedding"),
+        ("pair_server", "rerank|score"),
+        ("class_server", "/classify|/v1/chat/completions"),
+    ],
 )
-def test_responses_of_encoders_conform_to_openapi(
-    examples: int, tasks: list[str], request: pytest.FixtureRequest
-) -> None:
-    paths_of = {
-        "vectors": ("vector_server", "/v1/embeddings|/pooling|/embedding"),
-        "pairs": ("pair_server", "rerank|score"),
-        "classes": ("class_server", "/classify|/v1/chat/completions"),
-    }
-    for server, paths in map(paths_of.__getitem__, tasks):
-        options = ("--max-examples", str(examples), "--phases", "examples,fuzzing", "--include-path-regex", paths)
-        run_schemathesis(request.getfixturevalue(server), *options)
+def test_responses_of_encoders_conform_to_openapi(server: str, paths: str, request: pytest.FixtureRequest) -> None:
+    options = ("--max-examples", "12", "--phases", "examples,fuzzing", "--include-path-regex", paths)
+    run_schemathesis(request.getfixturevalue(server), *options)
 
 
 @pytest.mark.slow
