@@ -226,7 +226,11 @@ def test_workers_that_cannot_load_say_why_and_are_gone(tiny_model: Path, tmp_pat
     [
         ({"tensor_parallel_size": 3}, "cannot be shared by 3"),
         ({"pipeline_parallel_size": 3}, "more than the network's 2 layers"),
-        ({"pipeline_parallel_size": 2, "pipeline_layer_partition": [1, 2]}, "has 3 layers, but the network has 2"),
+        pytest.param(
+            {"pipeline_parallel_size": 2, "pipeline_layer_partition": [1, 2]},
+            "has 3 layers, but the network has 2",
+            marks=pytest.mark.slow,
+        ),
         ({"pipeline_parallel_size": 2, "pipeline_layer_partition": [2]}, "a positive number for each of the 2 stages"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "use mp, ray or external_launcher"),
         ({"distributed_executor_backend": "external_launcher"}, "needs a launcher such as torchrun"),

@@ -148,7 +148,7 @@ def expected_expansion(family: str, inputs: Any) -> str:
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
-        *((family, [(1, 1), (28, 57), (336, 336)]) for family in CONFIGS),
+        *((family, [(1, 1), (28, 57)]) for family in CONFIGS),
         # Of the families that make many pieces of any image, a few: the next test has the others.
         *(
             pytest.param(family, SIZES[::5] if family in ("idefics3", "smolvlm") else SIZES, marks=pytest.mark.slow)
@@ -180,7 +180,7 @@ def test_random_sizes_are_those_of_transformers(family: str, tmp_path: Path) -> 
     reference = peer(folder, *CLASSES[family])
     processor, normalisation = read_image_processor(folder, config), normalisation_of(read_settings(folder, config))
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.integers(1, 300), st.integers(1, 300))
     def check(height: int, width: int) -> None:
         if max(height, width) > 200 * min(height, width):
@@ -213,7 +213,7 @@ def test_llava_resizes_to_a_square_where_it_says_so(tmp_path: Path) -> None:
     check_against_peer(folder, config, scene(50, 90), peer(folder, *CLASSES["llava"]), "llava")
 
 
-@pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
+@pytest.mark.parametrize("family", ["idefics3", pytest.param("smolvlm", marks=pytest.mark.slow)])
 def test_images_are_not_split_where_the_processor_says_so(family: str, tmp_path: Path) -> None:
     folder, config = write_folder(tmp_path, family, do_image_splitting=False)
     reference = peer(folder, *CLASSES[family])

@@ -72,7 +72,7 @@ def results(size: int, dtype: torch.dtype, weight: Tensor, bias: Tensor | None, 
     return ranks[0]
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_1_2_and_4_ranks_give_the_same_bits(isa: str, dtype: torch.dtype, bias: bool) -> None:
     outputs, inputs = 83, 4 * 22

@@ -578,7 +578,7 @@ def test_a_preempted_sequence_continues_with_the_same_tokens(pick: int) -> None:
         assert outcome(here, 0) == outcome(there, 0)
 
 
-@pytest.mark.parametrize("forked_at", [0, 1, 9])
+@pytest.mark.parametrize("forked_at", [1, *(pytest.param(step, marks=pytest.mark.slow) for step in (0, 9))])
 @pytest.mark.parametrize("pick", range(len(REQUESTS)))
 def test_a_fork_samples_as_if_it_had_been_added_with_its_own_seed(pick: int, forked_at: int) -> None:
     """It, its parent and its own child, which is forked later, go different ways; the rows had other owners before."""

@@ -195,7 +195,7 @@ def test_a_single_new_token_equals_transformers() -> None:
 
 
 @pytest.mark.usefixtures("single_thread")
-@pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
+@pytest.mark.parametrize("early_stopping", [True, *(pytest.param(e, marks=pytest.mark.slow) for e in (False, "never"))])
 def test_one_beam_is_greedy_as_in_transformers(early_stopping: EarlyStopping) -> None:
     import torch
 

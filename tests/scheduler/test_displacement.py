@@ -76,11 +76,15 @@ def test_blocks_for_the_next_tokens_of_those_that_give_way_do_not_count() -> Non
     ("victim", "batching"),
     [
         ("last", "prefill_first"),
-        ("least_computed", "mixed"),
         ("most_blocks", "mixed"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("last", "mixed"), ("least_computed", "prefill_first"), ("most_blocks", "prefill_first"))
+            for case in (
+                ("last", "mixed"),
+                ("least_computed", "mixed"),
+                ("least_computed", "prefill_first"),
+                ("most_blocks", "prefill_first"),
+            )
         ),
     ],
 )
@@ -141,10 +145,14 @@ def fits_without(engine: Engine, group_ids: set[int]) -> bool:
     [
         ("srpt", "prefill_first"),
         ("deadline", "mixed"),
-        ("mlfq", "mixed"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("srpt", "mixed"), ("deadline", "prefill_first"), ("mlfq", "prefill_first"))
+            for case in (
+                ("srpt", "mixed"),
+                ("deadline", "prefill_first"),
+                ("mlfq", "mixed"),
+                ("mlfq", "prefill_first"),
+            )
         ),
     ],
 )

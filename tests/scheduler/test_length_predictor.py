@@ -55,13 +55,18 @@ def ranking(requests: Traffic) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "log_length",
     [
-        lambda user, prefix, length: 3 + user * 37 % 20 / 6,
-        lambda user, prefix, length: 3 + prefix * 3 % 8 / 3,
         lambda user, prefix, length: 1 + 0.8 * math.log(length),
         lambda user, prefix, length: 3 + user * 37 % 20 / 10 + prefix * 3 % 8 / 6,
-        lambda user, prefix, length: 3 + (user * prefix) % 7 / 2,
+        *(
+            pytest.param(log_length, marks=pytest.mark.slow)
+            for log_length in (
+                lambda user, prefix, length: 3 + user * 37 % 20 / 6,
+                lambda user, prefix, length: 3 + prefix * 3 % 8 / 3,
+                lambda user, prefix, length: 3 + (user * prefix) % 7 / 2,
+            )
+        ),
     ],
-    ids=["user", "prefix", "prompt length", "user and prefix", "user with prefix"],
+    ids=["prompt length", "user and prefix", "user", "prefix", "user with prefix"],
 )
 def test_requests_are_ranked_nearly_as_well_as_their_noise_allows(log_length: Callable[[int, int, int], float]) -> None:
     requests = traffic(1, 2000, log_length, 0.5)

@@ -389,7 +389,9 @@ def test_mlfq_promotes_by_ageing() -> None:
 # --- all ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["srpt", "fair", "deadline", "mlfq"])
+@pytest.mark.parametrize(
+    "policy", ["srpt", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("fair", "deadline", "mlfq"))]
+)
 def test_from_the_ageing_limit_on_no_later_arrival_goes_first(policy: str) -> None:
     """A request that each policy would put last, under a stream of those that it puts first."""
     waits = []

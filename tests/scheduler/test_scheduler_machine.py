@@ -506,17 +506,17 @@ def parts(numbers: list[int], count: int, *, by_default: list[int], few: int) ->
     return [*((1000 * number, few) for number in by_default), *every]
 
 
-@pytest.mark.parametrize(("first", "count"), parts([*range(10)], 400, by_default=[0], few=150))
+@pytest.mark.parametrize(("first", "count"), parts([*range(10)], 400, by_default=[0], few=80))
 def test_generated_traffic(first: int, count: int) -> None:
     run_cases(first, count)
 
 
-@pytest.mark.parametrize(("first", "count"), parts([*range(5)], 200, by_default=[2], few=80))
+@pytest.mark.parametrize(("first", "count"), parts([*range(5)], 200, by_default=[2], few=50))
 def test_generated_traffic_with_windows(first: int, count: int) -> None:
     run_cases(first, count, WITH_WINDOWS)
 
 
-@pytest.mark.parametrize(("first", "count"), parts([*range(5)], 150, by_default=[4], few=80))
+@pytest.mark.parametrize(("first", "count"), parts([*range(5)], 150, by_default=[4], few=50))
 def test_generated_traffic_with_adapters(first: int, count: int) -> None:
     run_cases(first, count, adapters=True)
 
@@ -526,12 +526,12 @@ def test_generated_traffic_with_grammars(first: int, count: int) -> None:
     run_cases(first, count, WITH_WINDOWS if first == 3000 else None, grammars=True, adapters=first == 2000)
 
 
-@pytest.mark.parametrize(("first", "count"), parts([*range(5)], 200, by_default=[1], few=120))
+@pytest.mark.parametrize(("first", "count"), parts([*range(5)], 200, by_default=[1], few=60))
 def test_generated_traffic_with_contexts(first: int, count: int) -> None:
     run_cases(first, count, contexts=True)
 
 
-@pytest.mark.parametrize(("first", "count"), parts([0, 3, 4], 200, by_default=[0, 3, 4], few=40))
+@pytest.mark.parametrize(("first", "count"), parts([0, 3, 4], 200, by_default=[0, 3, 4], few=25))
 def test_generated_traffic_with_images(first: int, count: int) -> None:
     run_cases(first, count, WITH_WINDOWS if first == 4000 else None, images=True, adapters=first == 3000)
 
@@ -560,7 +560,7 @@ def test_much_generated_traffic(part: int) -> None:
     run_cases(100_000 + part * 1000, 1000, None if part % 2 else WITH_WINDOWS)
 
 
-@pytest.mark.parametrize(("first", "count"), parts([*range(4)], 60, by_default=[0], few=30))
+@pytest.mark.parametrize(("first", "count"), parts([*range(4)], 60, by_default=[0], few=20))
 def test_planning_ahead_changes_no_answer(first: int, count: int) -> None:
     for seed in range(first, first + count):
         case = replace(make_case(seed), abort_rate=0.0, failure_rate=0.0)

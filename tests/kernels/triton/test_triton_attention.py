@@ -218,8 +218,17 @@ BOUNDS = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("cache_dtype", [None, torch.float32, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [
+        *((torch.bfloat16, cache) for cache in (None, torch.float32, torch.int8, torch.float8_e4m3fn)),
+        (torch.float16, None),
+        *(
+            pytest.param(torch.float16, cache, marks=pytest.mark.slow)
+            for cache in (torch.float32, torch.int8, torch.float8_e4m3fn)
+        ),
+    ],
+)
 def test_types_of_activations_and_caches(
     dtype: torch.dtype, cache_dtype: torch.dtype | None, deterministic: bool
 ) -> None:

@@ -518,7 +518,7 @@ def test_a_corrupted_answer_fails_the_run_and_is_printed_with_its_truth(
 
     monkeypatch.setattr(chaos_run, "_truths", corrupt)
     code, report, printed = chaos(
-        capsys, tiny_model, "--clients", "4", "--duration", "1", "--interval", "0", "--kinds", "chat"
+        capsys, tiny_model, "--clients", "4", "--duration", "0.3", "--interval", "0", "--kinds", "chat"
     )
     assert code == 1
     assert report["requests"]["chat"]["different"] > 0

@@ -50,8 +50,18 @@ def on_cluster(
     return simulate_cluster(made, make_config(model="none", **(options or {})), items)
 
 
-@pytest.mark.parametrize("router", ["round_robin", "least_loaded", "power_of_two", "prefix", "session"])
-@pytest.mark.parametrize(("mode", "ahead"), [("offline", True), ("server", False)])
+@pytest.mark.parametrize(
+    ("router", "mode", "ahead"),
+    [
+        ("least_loaded", "offline", True),
+        ("prefix", "server", False),
+        *(
+            pytest.param(router, *how, marks=pytest.mark.slow)
+            for router in ("round_robin", "power_of_two", "session")
+            for how in (("offline", True), ("server", False))
+        ),
+    ],
+)
 def test_a_cluster_of_one_replica_is_one_engine(router: str, mode: Any, ahead: bool) -> None:
     server = {"request": 0.002, "step": 0.001, "answer": 0.003, "arrival": 0.004}
     options = make_config(model="none", num_gpu_blocks_override=60, async_scheduling=ahead)

@@ -22,10 +22,17 @@ def events(path: Path) -> list[EngineEvent]:
     return [msgspec.json.decode(line, type=EngineEvent) for line in lines]
 
 
-def test_equal_calls_write_equal_recordings_of_every_step(tmp_path: Path) -> None:
-    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
-    for path in (one, other):
-        assert main([*SMALL, "--record", str(path)]) == 0
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recording of every step of a run."""
+    path = tmp_path_factory.mktemp("recording") / "one.jsonl"
+    assert main([*SMALL, "--record", str(path)]) == 0
+    return path
+
+
+def test_equal_calls_write_equal_recordings_of_every_step(one: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    assert main([*SMALL, "--record", str(other)]) == 0
     assert one.read_bytes() == other.read_bytes()
     views = [event.views[0] for event in events(one)]
     assert [record.step for view in views for record in view.steps] == list(range(1, views[-1].state.steps + 1))
@@ -34,12 +41,11 @@ def test_equal_calls_write_equal_recordings_of_every_step(tmp_path: Path) -> Non
     assert views[-1].state.num_running == 0
 
 
-def test_a_long_run_is_thinned_and_still_covered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, thinned = tmp_path / "whole.jsonl", tmp_path / "thinned.jsonl"
-    assert main([*SMALL, "--record", str(whole)]) == 0
+def test_a_long_run_is_thinned_and_still_covered(one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    thinned = tmp_path / "thinned.jsonl"
     monkeypatch.setattr(recording, "NUM_VIEWS", 40)
     assert main([*SMALL, "--record", str(thinned)]) == 0
-    every, some = events(whole), events(thinned)
+    every, some = events(one), events(thinned)
     assert 40 <= len(some) < 80 <= len(every)
     assert {event.time for event in some} <= {event.time for event in every}
     assert some[-1].time > 0.9 * every[-1].time

@@ -34,7 +34,7 @@ SMALL = profile(
 
 
 def small(seed: int = 0) -> Setting:
-    return make_setting(SMALL, Uniform(1, 60), Uniform(1, 30), 100, seed)
+    return make_setting(SMALL, Uniform(1, 60), Uniform(1, 30), 60, seed)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_the_paged_run_is_that_of_the_simulator() -> None:
     load = setting.load(30.0)
     measured = measure(setting, "paged", load, Census(0.0, 1.0))
     assert measured.figures == simulate(setting.profile, setting.options, load)
-    assert measured.figures.requests == 100
+    assert measured.figures.requests == 60
 
 
 def test_equal_calls_give_equal_figures_and_other_seeds_others(found: AllocatorComparison) -> None:
