@@ -32,7 +32,7 @@ from octavo.lab.bench.chaos_pauses import Times, gaps_of, measure, seconds_to_fi
 from octavo.lab.bench.chaos_processes import MARK, marked_processes, shared_memory, unused_shared_memory
 from octavo.lab.bench.chaos_workload import KINDS, ChaosRequest, make_requests
 from octavo.lab.bench.serve_client import ResponseError
-from tests.busy_machine import eventually
+from tests.busy_machine import PATIENCE, eventually
 
 REQUEST = ChaosRequest("chat/0", "completions", {"prompt": "x"})
 #: Two choices of three tokens, with the logprobs of each token.
@@ -390,16 +390,24 @@ def test_what_is_stopped_or_starved_goes_on_in_the_end(kind: str, family: psutil
 def test_most_faults_wait_until_streams_go_on(family: psutil.Process) -> None:
     async def faults(goes_on: bool, seconds: float) -> int:
         told: list[Fault] = []
+        many = asyncio.Event()
+
+        def tell(fault: Fault) -> None:
+            told.append(fault)
+            if len(told) == 5:
+                many.set()
+
         monkey = Monkey(
-            family.pid, interval=0.01, seed=1, hang=0, kinds=("pause",), goes_on=lambda since: goes_on, told=told.append
+            family.pid, interval=0.01, seed=1, hang=0, kinds=("pause",), goes_on=lambda since: goes_on, told=tell
         )
+        running = asyncio.ensure_future(monkey.run())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await monkey.run()
+            await asyncio.wait_for(many.wait(), seconds)
+        running.cancel()
         monkey.close()
         return len(told)
 
-    assert asyncio.run(faults(False, 0.5)) < 5 <= asyncio.run(faults(True, 2.0))
+    assert asyncio.run(faults(False, 0.5)) < 5 <= asyncio.run(faults(True, PATIENCE))
 
 
 def test_processes_that_are_left_are_found_by_their_mark(family: psutil.Process) -> None:
