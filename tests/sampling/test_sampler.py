@@ -525,7 +525,7 @@ def outcome(output: SamplerOutput, i: int) -> tuple[int, PositionLogprobs | None
     return int(output.token_ids[i]), output.logprobs.get(i)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     picks=st.lists(st.integers(0, len(REQUESTS) - 1), min_size=2, max_size=8),
     vocab=st.sampled_from([200, 1031, 40000]),
