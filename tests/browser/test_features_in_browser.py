@@ -157,4 +157,4 @@ def test_the_engine_shows_all_that_happens(shown: Visit, everything: Running) ->
         page.keyboard.press("ArrowRight")
         if "request" in (words := page.locator(".tip").first.inner_text()):
             break
-    assert re.match(r"Block \d+: request \d+, tokens \d+ to \d+", words)
+    assert re.match(r"Block \d+: request cmpl-\w+, tokens \d+ to \d+", words)
