@@ -31,10 +31,11 @@ from octavo.engine.front_end import FrontEnd, Params
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.migration import Migration
 from octavo.engine.model_files import check_classes, find_model
+from octavo.engine.open_streams import OpenStreams
 from octavo.engine.placement import CORE_ENDED
 from octavo.engine.replicas import Replicas
 from octavo.engine.request_state import RequestState
-from octavo.engine.request_stream import QueuedTokens, RequestStream
+from octavo.engine.request_stream import RequestStream
 from octavo.engine.shared_prefixes import SharedPrefix
 from octavo.engine.stat_loggers import StatLogger, log_stats, make_stat_loggers
 from octavo.engine.tokenizer import Tokenizer
@@ -90,11 +91,10 @@ class AsyncEngine:
         self._end: Awaitable[None] | None = None
         self._loading = asyncio.Lock()
         self._loaded = False
-        self._streams: dict[str, RequestStream] = {}
-        self._queued = QueuedTokens()
+        self._open = OpenStreams()
         self._error: EngineDeadError | None = None
-        self._nothing_open = asyncio.Event()
-        self._nothing_open.set()
+        #: While it is shut down, requests that had begun before may still finish.
+        self._lets_finish = False
 
     @classmethod
     async def start(
@@ -203,19 +203,22 @@ class AsyncEngine:
         kind = kind if streaming else RequestOutputKind.FINAL_ONLY
         if isinstance(prompt, (SamplingParams, BeamSearchParams, PoolingParams)):
             raise InvalidRequestError("a request is given as request_id, prompt, parameters, in this order")
+        self.check_alive()
         if not self._loaded:
             await self.ready()
-        prepared = False
-        while not prepared:
-            await self._accepts.wait()
-            prompt, options, adapter = await self.front_end.prepare(prompt, params, options)
-            prepared = self._accepts.is_set()
-        # Nothing is awaited below: the adapter stays loaded until the request counts as its user.
-        self._check_accepts("a request")
-        return self._send(self.front_end.add(request_id, prompt, params, options, adapter, kind))
+        with self._open.preparing():
+            prepared = False
+            while not prepared:
+                await self._accepts.wait()
+                prompt, options, adapter = await self.front_end.prepare(prompt, params, options)
+                prepared = self._accepts.is_set()
+            # Nothing is awaited below: the adapter stays loaded until the request counts as its user.
+            self._check_accepts("a request", has_begun=True)
+            return self._send(self.front_end.add(request_id, prompt, params, options, adapter, kind))
 
-    def _check_accepts(self, what: str) -> None:
-        self.check_alive()
+    def _check_accepts(self, what: str, *, has_begun: bool = False) -> None:
+        if not (has_begun and self._lets_finish):
+            self.check_alive()
         if self.is_sleeping:
             raise EngineStateError(f"the engine sleeps: wake_up(), or POST /wake_up, must come before {what}")
 
@@ -226,10 +229,7 @@ class AsyncEngine:
         except OctavoError:
             self.front_end.outputs.discard(request)
             raise
-        stream = self._streams[request.request_id] = RequestStream(request, self._abandon)
-        self._queued.add(request.group_id, len(request.prompt_token_ids))
-        self._nothing_open.clear()
-        return stream
+        return self._open.add(request, self._abandon)
 
     async def _compute_prefix(self, prefix: SharedPrefix) -> None:
         prefixes, computed = self.front_end.prefixes, None
@@ -262,26 +262,21 @@ class AsyncEngine:
 
     def _abandon(self, request: RequestState) -> None:
         """Aborts a request whose stream was closed."""
-        stream = self._streams.get(request.request_id)
-        if stream is not None and stream.request is request:  # else it has ended, and its id may be in use again
+        if self._open.has(request):
             self._replicas.requests.send(request.group_id, Abort(request.group_id))
             self.front_end.outputs.discard(request)
             self._forget(request)
 
     def _forget(self, request: RequestState) -> RequestStream:
-        self._queued.remove(request.group_id)
         self._replicas.requests.forget(request.group_id)
-        stream = self._streams.pop(request.request_id)
-        if not self._streams:
-            self._nothing_open.set()
-        return stream
+        return self._open.remove(request)
 
     # --- messages from the core -------------------------------------------------------------------------------------
 
     async def _receive(self, step: StepDone) -> None:
         """Passes the outputs of a step to the streams, and tells the core which sequences a stop string has ended."""
         for admission in step.outputs.admissions:
-            self._queued.remove(admission.group_id)
+            self._open.queued.remove(admission.group_id)
         for part in step.outputs.parts(MAX_SEQUENCES_AT_ONCE):
             ready, stopped = self.front_end.outputs.process(part)
             for group_id, index in stopped:
@@ -292,7 +287,7 @@ class AsyncEngine:
         log_stats(self.stat_loggers, step.stats)
 
     def _notify(self, request: RequestState) -> None:
-        stream = self._forget(request) if request.finished else self._streams[request.request_id]
+        stream = self._forget(request) if request.finished else self._open.of(request)
         stream.notify()
 
     def _fail(self, request: RequestState, reason: str) -> None:
@@ -317,9 +312,10 @@ class AsyncEngine:
     def _die(self, error: OctavoError) -> None:
         """No core is left, and none is started again: every open request fails."""
         self._error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+        self._lets_finish = False
         self._accepts.set()
         logger.critical("%s", self._error)
-        for stream in list(self._streams.values()):
+        for stream in self._open:
             self.front_end.outputs.discard(stream.request)
             self._forget(stream.request).fail(self._error)
         self.died.set()
@@ -338,25 +334,26 @@ class AsyncEngine:
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
-        return len(self._streams)
+        return len(self._open)
 
     @property
     def num_queued(self) -> int:
         """Open requests of which nothing has been computed yet."""
-        return len(self._queued.lengths)
+        return len(self._open.queued.lengths)
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of these requests."""
-        return self._queued.tokens
+        return self._open.queued.tokens
 
     def shutdown(self, timeout: float = 0.0) -> Awaitable[None]:
-        """Refuses new requests, gives open ones ``timeout`` seconds to finish, aborts the rest and ends the core.
+        """Refuses new requests, gives those that have begun ``timeout`` seconds, aborts the rest and ends the core.
 
         It begins at once, also if it is not awaited: that waits for its end. Where no event loop runs any more, the
         core is killed.
         """
-        self._error = self._error or EngineDeadError("the engine has been shut down")
+        if self._error is None:
+            self._lets_finish, self._error = True, EngineDeadError("the engine has been shut down")
         self._accepts.set()
         try:
             task = self._end = asyncio.get_running_loop().create_task(self._shut_down(timeout))
@@ -371,13 +368,14 @@ class AsyncEngine:
             self._replicas.end()
 
     def _abort_all(self) -> None:
-        for request_id in list(self._streams):
-            self._abort(request_id)
+        for stream in self._open:
+            self._abort(stream.request.request_id)
 
     async def _shut_down(self, timeout: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self._nothing_open.wait()
+                await self._open.nothing()
+        self._lets_finish = False
         self._abort_all()
         async with self._loading:  # a core that is loading is not left behind
             if self._loaded:

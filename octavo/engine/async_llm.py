@@ -181,7 +181,7 @@ class AsyncLLM(AsyncEngine):
 
     def adapter_requests(self) -> Iterator[tuple[str, str]]:
         """The adapter's name of each open request that has one, and whether it is "running" or "waiting"."""
-        waiting = self._queued.lengths
+        waiting = self._open.queued.lengths
         return ((name, "waiting" if i in waiting else "running") for i, name in self.adapters.open_requests())
 
     # --- the engine ---------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class AsyncLLM(AsyncEngine):
             return
         if mode == "abort":
             self._abort_all()
-        await self._nothing_open.wait()
+        await self._open.no_stream()
         if clear_cache:
             await self.reset_prefix_cache()
 

@@ -43,6 +43,7 @@ from octavo.core.stats import StepStats
 from octavo.engine import async_engine, core_client, front_end, watchdog
 from octavo.engine.core_process import _check_messages
 from octavo.engine.core_start import CoreProcess
+from octavo.engine.front_end import FrontEnd
 from tests.busy_machine import PATIENCE, once_in_three
 from tests.engine_state import client_of, core_process_of
 
@@ -688,6 +689,42 @@ def test_shutdown_lets_requests_finish_or_ends_them(tiny_model: Path, tries: Cal
     tries(lambda: shut_down_soon(tiny_model))
 
 
+@pytest.mark.parametrize("in_time", [True, False])
+def test_shutdown_waits_for_requests_that_are_prepared(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool
+) -> None:
+    """A grammar that is compiled, or an image that is decoded, takes a while before the core knows the request."""
+
+    async def test() -> None:
+        begun, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def prepare(self: FrontEnd, *what: Any) -> Any:
+            begun.set()
+            await goes_on.wait()
+            return await usual(self, *what)
+
+        async with started(tiny_model) as llm:
+            usual = FrontEnd.prepare
+            monkeypatch.setattr(FrontEnd, "prepare", prepare)
+            request = asyncio.ensure_future(last(llm, "a", "Hello", LONG))
+            await begun.wait()
+            ending = asyncio.ensure_future(llm.shutdown(timeout=PATIENCE if in_time else 0.05))
+            await asyncio.sleep(0)
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await last(llm, "late", "Hello", LONG)
+            if in_time:
+                goes_on.set()
+                assert (await request).outputs[0].finish_reason == "length"
+                await ending
+            else:
+                await ending
+                goes_on.set()
+                with pytest.raises(EngineDeadError, match="shut down"):
+                    await request
+
+    run(test)
+
+
 def shut_down_soon(tiny_model: Path) -> dict[str, bool]:
     """Gives an open request no time to finish; whether the shutdown took as little."""
     seconds = 0.0
@@ -732,6 +769,7 @@ import asyncio, json, sys
 from octavo import AsyncLLM, SamplingParams
 from octavo.core.config import make_config
 from octavo.engine.core_start import CoreProcess
+from octavo.engine.front_end import FrontEnd
 
 async def main():
     process = CoreProcess()
