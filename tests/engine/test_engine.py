@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -138,7 +139,7 @@ def test_too_little_memory_is_said_with_what_is_needed(tiny_model: Path, monkeyp
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
     with pytest.raises(InsufficientMemoryError, match=r"the weights need .* GiB in float32"):
         LLM(str(tiny_model))
-    free = iter([10**12, 70_000_000])
+    free = itertools.chain([10**12], itertools.repeat(70_000_000))  # before and after the weights
     monkeypatch.setattr(memory, "available_memory", lambda: next(free))
     with pytest.raises(InsufficientMemoryError, match=r"one sequence of 256 tokens needs .* GiB"):
         LLM(str(tiny_model), max_model_len=256, gpu_memory_utilization=0.0001)
