@@ -60,7 +60,8 @@ class ImagePrompts:
             InvalidRequestError: there are more than may be, or one is no image.
         """
         self._check_limit(len(images))
-        names = names or ["the image"] if len(images) == 1 else [f"image {i}" for i in range(1, len(images) + 1)]
+        if not names:
+            names = ["the image"] if len(images) == 1 else [f"image {i}" for i in range(1, len(images) + 1)]
         begun: list[Future[ProcessedImage] | ProcessedImage] = []
         try:
             for image, name in zip(images, names, strict=True):

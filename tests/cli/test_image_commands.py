@@ -82,6 +82,14 @@ def test_images_that_cannot_be_used_are_refused_before_the_model_is_loaded(
         assert message in capsys.readouterr().err
 
 
+def test_of_several_files_the_one_that_cannot_be_used_is_named(
+    octavo: Run, capsys: Capture, folder: Path, files: list[Path]
+) -> None:
+    images = [word for file in (files[0], files[2]) for word in ("--image", file)]
+    assert octavo("generate", folder, "<image> <image>", *images, *OPTIONS) == 2
+    assert f"{files[2]} has 100000 x 100000 pixels" in capsys.readouterr().err
+
+
 def test_a_prompt_whose_places_do_not_fit_the_images_fails_alone(
     octavo: Run, capsys: Capture, folder: Path, files: list[Path]
 ) -> None:
