@@ -203,18 +203,18 @@ class AsyncEngine:
         kind = kind if streaming else RequestOutputKind.FINAL_ONLY
         if isinstance(prompt, (SamplingParams, BeamSearchParams, PoolingParams)):
             raise InvalidRequestError("a request is given as request_id, prompt, parameters, in this order")
-        self.check_alive()
         if not self._loaded:
             await self.ready()
-        with self._open.preparing():
-            prepared = False
-            while not prepared:
-                await self._accepts.wait()
+        while True:
+            await self._accepts.wait()
+            self.check_alive()
+            with self._open.preparing():
                 prompt, options, adapter = await self.front_end.prepare(prompt, params, options)
-                prepared = self._accepts.is_set()
-            # Nothing is awaited below: the adapter stays loaded until the request counts as its user.
-            self._check_accepts("a request", has_begun=True)
-            return self._send(self.front_end.add(request_id, prompt, params, options, adapter, kind))
+                if not self._accepts.is_set():
+                    continue
+                # Nothing is awaited below: the adapter stays loaded until the request counts as its user.
+                self._check_accepts("a request", has_begun=True)
+                return self._send(self.front_end.add(request_id, prompt, params, options, adapter, kind))
 
     def _check_accepts(self, what: str, *, has_begun: bool = False) -> None:
         if not (has_begun and self._lets_finish):
