@@ -37,6 +37,7 @@ def recorded(path: Path, adapters: AdapterStats | None = None, more: Mapping[str
 def tip_of_the_first_block(shown: Visit) -> str:
     map_ = shown.page.locator(".map canvas").first
     map_.hover(position={"x": 4, "y": 4})
+    shown.page.locator(".tip", has_text="Block 0:").wait_for()
     text: str = shown.page.locator(".tip").first.inner_text()
     return text
 
@@ -51,6 +52,7 @@ def test_requests_are_called_by_the_ids_of_their_clients(browser: Any, tmp_path:
         assert running.locator(".id").get_attribute("title") == LONG_ID
         assert "for request chatcmpl-0123…abcdef" in page.locator(".changes li").inner_text()
         page.get_by_role("button", name="Whole ids").click()
+        page.locator(".queue tbody th", has_text=LONG_ID).wait_for()
         assert running.inner_text() == LONG_ID
         assert shown.violations() == []
 
@@ -61,6 +63,7 @@ def test_adapters_in_slots_are_named(browser: Any, tmp_path: Path) -> None:
     with showing(browser, path) as shown:
         card = shown.page.get_by_label("Adapters", exact=True)
         rows = card.locator("tbody tr")
+        rows.nth(1).wait_for()
         assert [row.inner_text().split("\t") for row in rows.all()] == [
             ["sql = tables", "2", "1"],
             ["unloaded, abababababab", "0", "0"],
