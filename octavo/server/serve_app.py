@@ -314,6 +314,8 @@ class _ServerLifecycle:
         self._service = service
         self._server = server
         self._stop = asyncio.Event()
+        #: Refuses, waits and ends the engine, once it is told to.
+        self._ends: asyncio.Future[None] | None = None
         self._code = 0
 
     async def run(self, sock: socket.socket) -> int:
@@ -321,13 +323,16 @@ class _ServerLifecycle:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        ends = self._ends = asyncio.ensure_future(self._shut_down_on_signal())
         watchers = [
-            asyncio.ensure_future(self._shut_down_on_signal()),
+            ends,
             asyncio.ensure_future(self._stop_after_engine_death()),
             asyncio.ensure_future(self._collect_when_idle()),
         ]
         try:
             await self._server.serve(sockets=[sock])
+            if self._stop.is_set() and not self._server.force_exit:
+                await asyncio.wait({ends})  # responses of the background have no connection that is waited for
         finally:
             for watcher in watchers:
                 watcher.cancel()
@@ -339,6 +344,8 @@ class _ServerLifecycle:
         if self._stop.is_set() and number == signal.SIGINT:
             self._code = EXIT_INTERRUPTED
             self._server.force_exit = True
+            if self._ends is not None:
+                self._ends.cancel()
         self._stop.set()
 
     async def _shut_down_on_signal(self) -> None:

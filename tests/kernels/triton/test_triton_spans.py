@@ -28,7 +28,7 @@ def sighted_cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3, deadline=None, derandomize=True)  # those that vary are slow
 @given(sighted_cases())
 def test_attention_to_later_tokens(deterministic: bool, case: Case) -> None:
     check_attention(deterministic, case)
@@ -47,7 +47,7 @@ def check_attention(deterministic: bool, case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_fixed, "PIECE", 64)
         out = compute(case, step, 0.3, deterministic)
-    np.testing.assert_allclose(out.cpu().numpy(), attend(case, step, 0.3), atol=1e-5, rtol=5e-5)
+    np.testing.assert_allclose(out.cpu().numpy(), attend(case, step, 0.3), atol=3e-6, rtol=2e-5)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
