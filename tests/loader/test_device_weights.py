@@ -56,7 +56,10 @@ def test_a_network_is_loaded_straight_to_the_gpu(tiny_model: Path) -> None:
     config = read_model_config(tiny_model)
     here: Any = load_model(tiny_model, config, LayerContext(ReferenceKernels(), DType.FLOAT32))
     there: Any = load_model(tiny_model, config, LayerContext(ReferenceKernels("cuda"), DType.FLOAT32))
-    assert there.embed_tokens.table.is_cuda
-    assert there.embed_tokens.table.cpu().equal(here.embed_tokens.table)
+    ids = np.arange(config.vocab_size)
+    ours, theirs = (network.embed(network.kernels.wrap(ids)) for network in (here, there))
+    assert theirs.is_cuda
+    assert theirs.cpu().equal(ours)
     for ours, theirs in zip(here.layers, there.layers, strict=True):
+        assert theirs.mlp.down.packed.weight.is_cuda
         assert theirs.mlp.down.packed.weight.cpu().equal(ours.mlp.down.packed.weight)
