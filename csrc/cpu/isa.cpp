@@ -172,7 +172,7 @@ IsaNames built_isas() { return {names_of(built_floats()), names_of(built_integer
 
 IsaNames available_isas() {
   const IsaNames built = built_isas(), runs = processor_isas();
-  return {common(built.floats, runs.floats), common(built.integers, runs.integers)};
+  return {common(runs.floats, built.floats), common(runs.integers, built.integers)};
 }
 
 const FloatIsa& isa() { return chosen.floats; }

@@ -42,6 +42,16 @@ def test_what_was_built_and_the_processor_runs_is_available(kind: str) -> None:
     assert available[-1] == "generic"
 
 
+@pytest.mark.skipif("EMULATED_CPU_KERNELS" in os.environ, reason="emulated kernels run everywhere")
+def test_bfloat16_dot_products_come_first_only_where_they_are_fast() -> None:
+    floats = _cpu.processor_isas().floats
+    info = Path("/proc/cpuinfo")
+    if "avx512_bf16" not in floats or not info.exists():
+        pytest.skip("needs a processor with AVX-512 BF16, on Linux")
+    intel = "GenuineIntel" in info.read_text()
+    assert floats[:2] == (["avx512", "avx512_bf16"] if intel else ["avx512_bf16", "avx512"])
+
+
 def test_both_kinds_may_be_chosen_apart() -> None:
     available = _cpu.available_isas()
     for floats in available.floats:
