@@ -9,6 +9,9 @@
 #include "attention_tile.hpp"
 #include "attention_write.hpp"
 #include "rows.hpp"
+#if defined(OCTAVO_AMX)
+#include "attention_amx.hpp"
+#endif
 
 namespace octavo::OCTAVO_ISA {
 
@@ -32,13 +35,16 @@ class Tile {
         padded_(a.shape.padded()),
         layout_(a) {
     const int64_t buffers = Panels<T>::kBuffers * Panels<T>::floats(a.shape);
-    float* memory = attention_scratch(buffers + 2 * kPiece + rows_ * (head_dim_ + kPiece + 2 * layout_.stride));
+    const int64_t panel = kByTiles ? Panels<T>::floats(a.shape) : 0;
+    float* memory =
+        attention_scratch(buffers + panel + 2 * kPiece + rows_ * (head_dim_ + kPiece + 2 * layout_.stride));
     const auto take = [&](int64_t floats) {
       float* taken = memory;
       memory += floats;
       return taken;
     };
     panels_.set_buffers(take(buffers));
+    seen_values_ = take(panel);
     key_scales_ = take(kPiece);
     value_scales_ = take(kPiece);
     scores_ = take(rows_ * kPiece);
@@ -74,6 +80,11 @@ class Tile {
 
  private:
   static constexpr bool kScaled = std::is_same_v<T, int8_t>;  // keys and values of a token have a scale
+#if defined(OCTAVO_AMX)
+  static constexpr bool kByTiles = by_pairs;
+#else
+  static constexpr bool kByTiles = false;
+#endif
   static constexpr Operand kQueries = by_pairs ? Operand::scaled_pairs : Operand::floats;
   static constexpr Operand kWeights = by_pairs ? Operand::pairs : Operand::floats;
 
@@ -158,6 +169,12 @@ class Tile {
       const bool two = panel_index + 1 < panels.end;
       const Range queries = sight_.seeing_any(position, position + (two ? 2 : 1) * kPanel);
       if (queries.empty()) continue;
+#if defined(OCTAVO_AMX)
+      if constexpr (kByTiles) {
+        score_by_tiles(panel_index, two, queries, position - piece_begin);
+        continue;
+      }
+#endif
       p.rows = query_ + queries.begin * group_ * query_stride();
       p.panels[0][0] = panels_.keys(panel_index, 0);
       p.panels[1][0] = two ? panels_.keys(panel_index + 1, 1) : nullptr;
@@ -168,6 +185,28 @@ class Tile {
       multiply<kQueries>(p, (queries.end - queries.begin) * group_);
     }
   }
+
+#if defined(OCTAVO_AMX)
+  void score_by_tiles(int64_t panel_index, bool two, Range queries, int64_t position_in_piece) {
+    const T* first = panels_.keys(panel_index, 0);
+    const T* second = two ? panels_.keys(panel_index + 1, 1) : first;
+    fetch_panel(panels_.keys_ahead(panel_index, first), 4 * kPanel * (head_dim_ / 2));
+    if (two) fetch_panel(panels_.keys_ahead(panel_index + 1, second), 4 * kPanel * (head_dim_ / 2));
+    const int groups = two ? 2 : 1;
+    const int64_t end = queries.end * group_;
+    alignas(64) float sums[kMostTileRows * 2 * kPanel];
+    for (int64_t row = queries.begin * group_; row < end; row += kMostTileRows) {
+      const int64_t rows = smaller(kMostTileRows, end - row);
+      tiles_.multiply_keys(reinterpret_cast<const char*>(first),
+                           reinterpret_cast<const char*>(second) - reinterpret_cast<const char*>(first), groups, head_dim_,
+                           reinterpret_cast<const char*>(query_ + row * query_stride()), 4 * query_stride(), rows, sums);
+      for (int64_t r = 0; r < rows; ++r)
+        for (int g = 0; g < groups; ++g)
+          store(scores_ + (row + r) * kPiece + position_in_piece + g * kPanel,
+                load(sums + (r * groups + g) * kPanel) * scale());
+    }
+  }
+#endif
 
   // Turns the scores of a row into weights, 2^(score - top), zero where it does not see; leaves top and sum in states.
   void weigh(int64_t row, int64_t piece_begin, float* states) {
@@ -236,9 +275,28 @@ class Tile {
       values[s] = panels_.values(index + s, s);
       next[s] = panels_.values_ahead(index + s, values[s]);
     }
+#if defined(OCTAVO_AMX)
+    if constexpr (kByTiles) {
+      const char* panels[kSegments];
+      for (int s = 0; s < count; ++s) {
+        panels[s] = reinterpret_cast<const char*>(values[s]);
+        fetch_panel(next[s], 2 * kPanel * padded_);
+      }
+      return add_values_by_tiles(panels, count, index * kPanel - piece_begin, {0, item_.queries}, states);
+    }
+#endif
     multiply_values(values, next, count, kPanel / 2, scores_ + weight_offset(index * kPanel - piece_begin), item_.queries,
                     states);
   }
+
+#if defined(OCTAVO_AMX)
+  void add_values_by_tiles(const char* const* panels, int count, int64_t position_in_piece, Range queries, float* states) {
+    const int64_t end = queries.end * group_;
+    for (int64_t row = queries.begin * group_; row < end; row += kMostTileRows)
+      tiles_.add_values(panels, count, 4 * padded_, scores_ + row * kPiece + weight_offset(position_in_piece), kPiece,
+                        smaller(kMostTileRows, end - row), states + row * layout_.stride, layout_.stride, layout_.width);
+  }
+#endif
 
   // A panel that some queries see in part or not at all: those together that see the same of it.
   void add_edge(int64_t index, int64_t piece_begin, float* states) {
@@ -251,6 +309,21 @@ class Tile {
       const Range tokens = seen(query);
       int64_t count = 1;
       while (query + count < any.end && seen(query + count) == tokens) ++count;
+#if defined(OCTAVO_AMX)
+      if constexpr (kByTiles) {
+        if (!tokens.empty()) {
+          const char* panel = reinterpret_cast<const char*>(values);
+          if (tokens.end - tokens.begin < kPanel) {
+            copy_tokens(panel, 4 * padded_, layout_.width, tokens.begin - position, tokens.end - position,
+                        reinterpret_cast<char*>(seen_values_));
+            panel = reinterpret_cast<const char*>(seen_values_);
+          }
+          add_values_by_tiles(&panel, 1, position - piece_begin, {query, query + count}, states);
+        }
+        query += count;
+        continue;
+      }
+#endif
       add_tokens(values, next, {tokens.begin - position, tokens.end - position}, query, count,
                  scores_ + weight_offset(position - piece_begin), states);
       query += count;
@@ -315,13 +388,19 @@ class Tile {
   int64_t group_, rows_, head_dim_, padded_;
   StateLayout layout_;
   float *query_, *scores_, *state_, *total_, *key_scales_, *value_scales_;
+  float* seen_values_;  // a panel of values of which tokens are left out
+#if defined(OCTAVO_AMX)
+  AttentionTiles tiles_;
+#endif
 };
 
 // Calls f with a null pointer to the class that computes such items.
 template <typename F>
 void with_tile(const Attention& a, const F& f) {
-#if defined(OCTAVO_BF16)
+#if defined(OCTAVO_BF16) || defined(OCTAVO_AMX)
   if (a.dtype == Dtype::bf16 && a.shape.dtype == Dtype::bf16) return f(static_cast<Tile<uint16_t, true>*>(nullptr));
+#endif
+#if defined(OCTAVO_BF16)
   if (a.dtype == Dtype::bf16 && a.shape.dtype == Dtype::i8) return f(static_cast<Tile<int8_t, true>*>(nullptr));
 #endif
   if (a.shape.dtype == Dtype::f32)

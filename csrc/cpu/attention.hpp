@@ -21,6 +21,9 @@
 // sum of two bfloat16, 16 bits of its 24, and of a pair of tokens the high halves are added before the low ones; one
 // bfloat16 would save a third of the products, but its error of 2^-9 is that of the result's own rounding. Of a pair that
 // a row sees one token of, the other counts as zeros, whatever is in its slot.
+//
+// With amx_bf16, queries and a cache of bfloat16, the sums are those of tiles (attention_amx.hpp); int8 caches are computed
+// as with avx512.
 #pragma once
 #include "isa.hpp"
 #include "ops.hpp"

@@ -295,7 +295,9 @@ void add_token_of_pair(const float* weights, int64_t weight_stride, int64_t rows
     }
   }
 }
+#endif
 
+#if defined(OCTAVO_BF16) || defined(OCTAVO_AMX)
 OCTAVO_INLINE F32 rounded(F32 x) { return widen_bf16(narrow_bf16(x)); }
 
 // 16 elements as words of two bfloat16 each.

@@ -5,6 +5,12 @@
 #include "activations.hpp"
 #include "gemm_limits.hpp"
 #include "gemm_tile.hpp"
+#if defined(OCTAVO_AMX)
+#include <algorithm>
+#include <vector>
+
+#include "amx_blocks.hpp"
+#endif
 
 namespace octavo::OCTAVO_ISA {
 namespace {
@@ -185,6 +191,12 @@ static int64_t bytes_of_group(const WeightView& weights) {
 // All tiles of these rows are equally wide. The groups of a strip, and those fetched meanwhile, should find room in the
 // second cache; more than two only if they do.
 static int64_t groups_at_once(const WeightView& weights, int64_t rows) {
+#if defined(OCTAVO_AMX)
+  if (weights.dtype == Dtype::bf16) {
+    if (rows > kRowsOfTile) return kSquareGroups;
+    return rows > kVectorRows ? kWideGroups : kVectorGroups / std::max(rows, int64_t{1});
+  }
+#endif
   constexpr int64_t kStripBytes = 512 * 1024;
   const int64_t fitting = kStripBytes / bytes_of_group(weights);
   const int64_t most = most_groups(Tiling(rows).rows(0));
@@ -223,16 +235,127 @@ static void multiply_strip(const Product& p, int64_t group, int groups, int64_t 
   }
 }
 
-static void multiply(const Product& p, int64_t group_begin, int64_t group_end, int64_t row_begin, int64_t row_end) {
-  if (row_end <= row_begin) return;
-  const Tiling tiling(row_end - row_begin);
-  const int64_t groups = group_end - group_begin, at_once = groups_at_once(p.weights, row_end - row_begin);
+#if defined(OCTAVO_AMX)
+// Memory of this thread for the sums of a strip; what was in it is lost.
+static float* memory_for_sums(int64_t floats) {
+  thread_local std::vector<float> memory;
+  const size_t needed = static_cast<size_t>(floats) + 16;
+  if (memory.size() < needed) memory.resize(needed);
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+}
+
+// A piece of k, for a strip of groups and all rows: sums [tiles][rows of a tile][groups * 16]. `next`: the weights of as many
+// groups that follow, which several blocks of rows fetch meanwhile.
+static void sum_piece_by_tiles(const char* weights, int64_t group_bytes, int64_t k, int groups, const char* x, int64_t x_bytes,
+                               const RowTiles& tiles, const char* next, float* sums) {
+  const int64_t part = k > 2 * kPartOfK ? kPartOfK : k;
+  const bool wide = tiles.count == 1;
+  const int64_t blocks = (tiles.count + 1) / 2;
+  for (int64_t begin = 0; begin < k; begin += part) {
+    const int64_t left = k - begin < part ? k - begin : part, last = left % kStep;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int row_tiles = 2 * b + 1 < tiles.count ? 2 : 1;
+      const RunTiles run = wide ? wide_kernel(groups) : square_kernel(row_tiles, groups);
+      TileBlock block{};
+      block.weights = weights + begin * kGroup * 2;
+      block.group_bytes = group_bytes;
+      block.steps = left / kStep;
+      block.x_bytes = x_bytes;
+      block.from_zero = begin == 0;
+      for (int r = 0; r < row_tiles; ++r) {
+        block.x[r] = x + tiles.begin(2 * b + r) * x_bytes + 2 * begin;
+        block.sums[r] = sums + (2 * b + r) * tiles.rows * groups * kGroup;
+      }
+      if (wide) {
+        block.ahead = block.weights + 2 * kStepBytes;
+        block.lines_ahead = 16;
+      } else {
+        const int64_t lines = (16 + blocks - 1) / blocks;  // the blocks share the lines of a step
+        block.ahead = next + (begin * 2 * kGroup) + b * lines * 64 * block.steps;
+        block.lines_ahead = b * lines < 16 ? static_cast<int>(lines) : 0;
+      }
+      run(block);
+      if (last != 0) {
+        block.from_zero = false;
+        block.weights += block.steps * kStepBytes;
+        for (int r = 0; r < row_tiles; ++r) block.x[r] += 2 * kStep * block.steps;
+        const int64_t rows[] = {tiles.rows, tiles.rows};
+        add_last_step(block, run, row_tiles, groups, rows, last);
+      }
+    }
+  }
+}
+
+static void multiply_strip_of_bf16(const Product& p, int64_t group, int groups, int64_t row, int64_t rows, const void* next) {
+  const int64_t group_bytes = bytes_of_group(p.weights), piece_k = p.weights.k / p.weights.pieces, x_bytes = 4 * p.x_stride;
+  const char* weights = static_cast<const char*>(p.weights.data) + group * group_bytes;
+  const char* x = reinterpret_cast<const char*>(p.x + row * p.x_stride);
+  const char* ahead = next == nullptr ? weights + groups * group_bytes : static_cast<const char*>(next);
+  const bool by_vectors = rows <= kVectorRows;
+  const RowTiles tiles(rows);
+  const int64_t width = groups * kGroup, size = tiles.count * tiles.rows * width;
+  // What waits to be joined, as the bits of `piece` say, lies behind the sums of a piece: as in run_tile.
+  float* sums = memory_for_sums(size * (1 + kMostLevels));
+  Product out = p;
+  const auto store_sums = [&] {
+    for (int64_t t = 0; t < tiles.count; ++t) {
+      const int64_t begin = tiles.begin(t), again = t * tiles.rows - begin;  // rows that the tile before has
+      finish(out, row + begin + again, static_cast<int>(tiles.rows - again), group, groups,
+             sums + (t * tiles.rows + again) * width);
+    }
+  };
+  for (int piece = 0; piece < p.weights.pieces; ++piece) {
+    const char* from = weights + piece * piece_k * kGroup * 2;
+    if (by_vectors)
+      vectors_kernel(rows, groups)(from, group_bytes, piece_k, x + 2 * piece * piece_k, x_bytes, sums);
+    else
+      sum_piece_by_tiles(from, group_bytes, piece_k, groups, x + 2 * piece * piece_k, x_bytes, tiles,
+                         ahead + piece * piece_k * kGroup * 2, sums);
+    if (p.piece_stride != 0) {
+      store_sums();
+      out.out = static_cast<float*>(out.out) + p.piece_stride;
+      continue;
+    }
+    int level = 0;
+    for (; piece >> level & 1; ++level)
+      for (int64_t i = 0; i < size; i += kLanes) store(sums + i, load(sums + (1 + level) * size + i) + load(sums + i));
+    if (piece + 1 < p.weights.pieces) std::memcpy(sums + (1 + level) * size, sums, static_cast<size_t>(size) * sizeof(float));
+  }
+  if (p.piece_stride == 0) store_sums();
+}
+#endif
+
+// The groups in strips of nearly equal width: f(first group, groups, the weights that come next).
+template <typename F>
+static void for_strips(const Product& p, int64_t group_begin, int64_t group_end, int64_t rows, const F& f) {
+  const int64_t groups = group_end - group_begin, at_once = groups_at_once(p.weights, rows);
   const int64_t strips = (groups + at_once - 1) / at_once;
   for (int64_t s = 0; s < strips; ++s) {
     const int64_t begin = groups * s / strips, end = groups * (s + 1) / strips;
-    multiply_strip(p, group_begin + begin, static_cast<int>(end - begin), row_begin, tiling,
-                   s + 1 == strips ? p.next : nullptr);
+    f(group_begin + begin, static_cast<int>(end - begin), s + 1 == strips ? p.next : nullptr);
   }
+}
+
+static void multiply(const Product& p, int64_t group_begin, int64_t group_end, int64_t row_begin, int64_t row_end) {
+  const int64_t rows = row_end - row_begin;
+  if (rows <= 0) return;
+#if defined(OCTAVO_AMX)
+  if (p.weights.dtype == Dtype::bf16) {
+    if (rows > kRowsOfTile)
+      configure_tiles<false>(RowTiles(rows).rows, RowTiles(rows).rows);
+    else if (rows > kVectorRows)
+      configure_tiles<true>(rows, 0);
+    for_strips(p, group_begin, group_end, rows, [&](int64_t group, int groups, const void* next) {
+      multiply_strip_of_bf16(p, group, groups, row_begin, rows, next);
+    });
+    if (rows > kVectorRows) amx::release();
+    return;
+  }
+#endif
+  const Tiling tiling(rows);
+  for_strips(p, group_begin, group_end, rows, [&](int64_t group, int groups, const void* next) {
+    multiply_strip(p, group, groups, row_begin, tiling, next);
+  });
 }
 
 template <typename T>

@@ -2,7 +2,7 @@
 //
 // Every output element is one chain of multiply-adds over k = 0, 1, 2, ..., for any number of rows, register tile and
 // thread: see gemm_tile.hpp. With avx512_bf16 and bfloat16 weights the order is 1, 0, 3, 2, ..., and subnormal numbers are
-// zero, as the instruction is defined. Weights of 2 or 4 pieces have such a chain for each equal piece of k, joined as
+// zero, as the instruction is defined; with amx_bf16 it is that of amx_blocks.hpp. Weights of 2 or 4 pieces have such a chain for each equal piece of k, joined as
 // a binary tree, (0 + 1) + (2 + 3): so ranks that hold a piece or two each compute parts of the same tree.
 #pragma once
 #include "isa.hpp"

@@ -2,6 +2,9 @@
 
 #include "dot_rounds.hpp"
 #include "vec.hpp"
+#if defined(OCTAVO_AMX)
+#include "amx.hpp"
+#endif
 
 namespace octavo::OCTAVO_ISA {
 
@@ -42,6 +45,21 @@ int64_t bf16_dot_rounds([[maybe_unused]] int64_t rounds, [[maybe_unused]] float*
 #if defined(OCTAVO_BF16)
   run_dots<F32>(rounds, sink, [](F32& sum, U32 x) { add_pair_products(sum, x, x); });
   return int64_t{4} * kDotChains * kLanes;
+#elif defined(OCTAVO_AMX) && !defined(OCTAVO_EMULATED)
+  // Products of tiles of zeros with four sums.
+  amx::Config config;
+  for (int t = 0; t < 8; ++t) config.set(t, 16, 64);
+  amx::configure(config);
+  amx::zero<4>(), amx::zero<5>();
+  amx::zero<0>(), amx::zero<1>(), amx::zero<2>(), amx::zero<3>();
+  for (int64_t round = 0; round < rounds; ++round) {
+    amx::dot_bf16<0, 4, 5>();
+    amx::dot_bf16<1, 4, 5>();
+    amx::dot_bf16<2, 4, 5>();
+    amx::dot_bf16<3, 4, 5>();
+  }
+  amx::release();
+  return int64_t{2} * 4 * 16 * 16 * 32;
 #else
   return 0;
 #endif

@@ -15,7 +15,7 @@ namespace {
 constexpr int kVectors = kGroup / kLanes;  // of a group
 
 // Whether bfloat16 is multiplied as it is: x is then rows of bfloat16 for such weights, otherwise of float32.
-#if defined(OCTAVO_BF16)
+#if defined(OCTAVO_BF16) || defined(OCTAVO_AMX)
 constexpr bool kMultipliesPairs = true;
 #else
 constexpr bool kMultipliesPairs = false;

@@ -39,6 +39,9 @@ OCTAVO_DECLARE_FLOATS(avx2)
 #ifdef OCTAVO_HAS_FLOAT_avx512
 OCTAVO_DECLARE_FLOATS(avx512)
 #endif
+#ifdef OCTAVO_HAS_FLOAT_amx_bf16
+OCTAVO_DECLARE_FLOATS(amx_bf16)
+#endif
 #ifdef OCTAVO_HAS_FLOAT_avx512_bf16
 OCTAVO_DECLARE_FLOATS(avx512_bf16)
 #endif
@@ -59,7 +62,7 @@ namespace {
 
 using Names = std::vector<std::string>;
 
-const IsaNames kKnown{{"avx512_bf16", "avx512", "avx2", "generic"}, {"avx512_vnni", "avx_vnni", "avx512", "avx2", "generic"}};
+const IsaNames kKnown{{"amx_bf16", "avx512_bf16", "avx512", "avx2", "generic"}, {"avx512_vnni", "avx_vnni", "avx512", "avx2", "generic"}};
 
 template <class Isa>
 struct Built {
@@ -69,6 +72,9 @@ struct Built {
 
 const std::vector<Built<FloatIsa>>& built_floats() {
   static const std::vector<Built<FloatIsa>> built{
+#ifdef OCTAVO_HAS_FLOAT_amx_bf16
+      OCTAVO_FLOATS(amx_bf16),
+#endif
 #ifdef OCTAVO_HAS_FLOAT_avx512_bf16
       OCTAVO_FLOATS(avx512_bf16),
 #endif

@@ -32,6 +32,7 @@ NB_MODULE(_cpu, m) {
   m.def("available_isas", &available_isas);
   m.def("built_isas", &built_isas);
   m.def("processor_isas", &processor_isas);
+  m.def("amx", [] { return amx::describe(amx::state()); }, "Whether the tiles of AMX are used, or why not.");
   m.def("isa", &chosen_isas);
   m.def("float_isa", [] { return isa().name; });
   m.def("integer_isa", [] { return integer_isa().name; });

@@ -221,7 +221,9 @@ OCTAVO_INLINE void add_product(F32& sum, F32 x, F32 y) {
 OCTAVO_INLINE void add_pair_products(F32& sum, U32 x, U32 y) {
   sum = (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
 }
+#endif
 
+#if defined(OCTAVO_BF16) || defined(OCTAVO_AMX)
 // As round_bf16, but that subnormal numbers are zero.
 OCTAVO_INLINE U16 narrow_bf16(F32 x) { return (U16)_mm512_maskz_cvtneps_pbh(0xffff, (__m512)x); }
 #endif
@@ -229,7 +231,7 @@ OCTAVO_INLINE U16 narrow_bf16(F32 x) { return (U16)_mm512_maskz_cvtneps_pbh(0xff
 // As store, of a result of arithmetic, which is never subnormal: operations run with those flushed to zero.
 OCTAVO_INLINE void store_result(float* p, F32 x) { store(p, x); }
 OCTAVO_INLINE void store_result(uint16_t* p, F32 x) {
-#if defined(OCTAVO_BF16)
+#if defined(OCTAVO_BF16) || defined(OCTAVO_AMX)
   const U16 narrow = narrow_bf16(x);
   std::memcpy(p, &narrow, sizeof narrow);
 #else

@@ -110,6 +110,7 @@ def machine_facts(options: EngineConfig) -> dict[str, Any]:
         "triton": installed_version("triton"),
         "kernels": kernels.describe(),
         "kernels_built_for": kernels_built_for(),
+        "amx": amx_state(),
         "cache": str(cache_dir()),
     }
 
@@ -121,6 +122,15 @@ def kernels_built_for() -> dict[str, list[str]]:
     except ImportError:
         return {}
     return {"floats": list(names.floats), "integers": list(names.integers)}
+
+
+def amx_state() -> str | None:
+    """Whether the CPU kernels may use the tiles of AMX, or why not; None if they are not compiled."""
+    try:
+        state: str = importlib.import_module("octavo._cpu").amx()
+    except ImportError:
+        return None
+    return state
 
 
 def installed_version(package: str) -> str | None:

@@ -98,7 +98,7 @@ def test_what_differs_is_said(
 
 def test_every_set_of_floats_has_a_record_of_every_kind(script: Any) -> None:
     recorded = script.read()
-    assert set(recorded) == {"avx512_bf16", "avx512", "avx2", "generic", "generic aarch64"}
+    assert set(recorded) == {"amx_bf16", "avx512_bf16", "avx512", "avx2", "generic", "generic aarch64"}
     for kinds in recorded.values():
         assert {kind: len(digests) for kind, digests in kinds.items()} == dict.fromkeys(KINDS, len(script.PROMPTS))
 

@@ -166,7 +166,8 @@ def assert_right(world: World, chunks: list[tuple[int, int, int]], results: list
         expected, size = world.expected(*chunk, after)
         # Scores of float32 have errors of some 1e-6 of their terms; int8 may round a tie otherwise in float32. Where
         # products are those of pairs, weights are rounded to bfloat16.
-        by_pairs = _cpu.float_isa() == "avx512_bf16" and actual.dtype == BF16 and world.network.cache_dtype != F32
+        caches = {"avx512_bf16": (BF16, I8), "amx_bf16": (BF16,)}.get(_cpu.float_isa(), ())
+        by_pairs = actual.dtype == BF16 and world.network.cache_dtype in caches
         limit = (2**-8 if by_pairs else 3e-5) * size + (2**-8 * expected.abs() if actual.dtype == BF16 else 0) + 1e-30
         error = (actual.double() - expected).abs()
         assert not error.isnan().any() and bool((error <= limit).all()), (chunk, float((error / limit).max()))

@@ -44,12 +44,18 @@ def test_what_was_built_and_the_processor_runs_is_available(kind: str) -> None:
 
 @pytest.mark.skipif("EMULATED_CPU_KERNELS" in os.environ, reason="emulated kernels run everywhere")
 def test_bfloat16_dot_products_come_first_only_where_they_are_fast() -> None:
-    floats = _cpu.processor_isas().floats
+    floats = [isa for isa in _cpu.processor_isas().floats if isa != "amx_bf16"]
     info = Path("/proc/cpuinfo")
     if "avx512_bf16" not in floats or not info.exists():
         pytest.skip("needs a processor with AVX-512 BF16, on Linux")
     intel = "GenuineIntel" in info.read_text()
     assert floats[:2] == (["avx512", "avx512_bf16"] if intel else ["avx512_bf16", "avx512"])
+
+
+def test_tiles_come_first_where_they_are_available_and_are_else_not_offered() -> None:
+    floats = _cpu.processor_isas().floats
+    assert ("amx_bf16" in floats) == (_cpu.amx() == "available")
+    assert "amx_bf16" not in floats[1:]
 
 
 def test_both_kinds_may_be_chosen_apart() -> None:
@@ -84,9 +90,15 @@ def test_one_that_was_not_built_is_refused_with_the_way_to_build_it(kind: str, i
 @pytest.mark.parametrize(
     ("names", "error"),
     [
-        ("avx3", "no instruction set 'avx3'; of floats there are: avx512_bf16, .*; of integers: avx512_vnni, avx_vnni"),
+        (
+            "avx3",
+            "no instruction set 'avx3'; of floats there are: amx_bf16, .*; of integers: avx512_vnni, avx_vnni",
+        ),
         ("", "no instruction set ''"),
-        ("avx_vnni+generic", "no instruction set 'avx_vnni' of floats; there are: avx512_bf16, avx512, avx2, generic"),
+        (
+            "avx_vnni+generic",
+            "no instruction set 'avx_vnni' of floats; there are: amx_bf16, avx512_bf16, avx512, avx2, generic",
+        ),
         ("generic+avx512_bf16", "no instruction set 'avx512_bf16' of integers; there are: avx512_vnni"),
         ("generic+", "no instruction set '' of integers"),
         ("generic+generic+generic", r"no instruction set 'generic\+generic' of integers"),

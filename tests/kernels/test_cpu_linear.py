@@ -349,7 +349,7 @@ def test_limits_are_plausible() -> None:
     assert 0.1 < limits.chunk_gb_s < 2000
     assert slowest < limits.fma_gflops < 2000
     for measured, there_is in (
-        (limits.bf16_dot_gflops, _cpu.float_isa() == "avx512_bf16"),
+        (limits.bf16_dot_gflops, _cpu.float_isa() in ("avx512_bf16", "amx_bf16")),
         (limits.int8_dot_gops, _cpu.integer_isa().endswith("vnni")),
     ):
         assert slowest < measured < 10_000 if there_is else measured == 0

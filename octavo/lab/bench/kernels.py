@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.cpu_limits import CpuLimits, cpu_read_gb_s, measure_cpu
@@ -62,6 +64,31 @@ def cpu_limits() -> tuple[CpuLimits, Limits]:
         "int8": peaks.int8_dot_gops or peaks.fma_gflops,
     }
     return peaks, lambda case: (cpu_read_gb_s(in_pieces=case.in_pieces), rates[case.arithmetic])
+
+
+#: Rows at which instruction sets are compared, and from how many times as fast on another one is worth a warning.
+COMPARED_ROWS, FASTER = 64, 1.2
+
+
+def compare_instruction_sets(kernels: Kernels, config: ModelConfig, types: Types) -> dict[str, float]:
+    """Least microseconds of one of the model's products, for each instruction set of floats that may be chosen here.
+
+    generic is left out. The sets are measured in turn, and the choice is as before afterwards.
+    """
+    cpu: Any = importlib.import_module("octavo._cpu")
+    before, integers = cpu.isa(), cpu.integer_isa()
+    case = next(iter(linear_cases(kernels, config, types, Shapes([COMPARED_ROWS], [], []))))
+    least: dict[str, float] = {}
+    try:
+        for _ in range(2):
+            for name in cpu.available_isas().floats:
+                if name != "generic":
+                    cpu.choose_isa(f"{name}+{integers}")
+                    seconds = _seconds(kernels, case, "cpu")[1] / case.calls
+                    least[name] = min(seconds * 1e6, least.get(name, float("inf")))
+    finally:
+        cpu.choose_isa(before)
+    return least
 
 
 def measure(

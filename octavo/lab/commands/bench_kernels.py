@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import IO
+import sys
+from typing import IO, TYPE_CHECKING
 
 from octavo.cli.engine_flags import read_engine_config
 from octavo.cli.parsing import Arguments
 from octavo.core.errors import ConfigError
 from octavo.lab.commands.records import show
+
+if TYPE_CHECKING:
+    from octavo.core.model_config import ModelConfig
+    from octavo.kernels.interface import Kernels
+    from octavo.lab.bench.kernel_cases import Types
 
 
 def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
@@ -73,4 +79,27 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
                 f" {f.limit_gb_per_s:5.1f} {f.gflop_per_s:8.1f} {f.limit_gflop_per_s:5.0f} {f.share_of_limit:8.0%}"
                 f" {f.share_at_best:7.0%} {f.load:5.1f}"
             ),
+        )
+        if kernels.name == "cpu":
+            _compare_instruction_sets(kernels, config, types)
+
+
+def _compare_instruction_sets(kernels: Kernels, config: ModelConfig, types: Types) -> None:
+    """Prints how fast a product is on each instruction set; warns if the chosen one is not the fastest by far."""
+    from octavo.lab.bench.kernels import COMPARED_ROWS, FASTER, compare_instruction_sets
+
+    times = compare_instruction_sets(kernels, config, types)
+    if not times:
+        return
+    chosen = kernels.describe().split("float ")[1].split(",")[0]
+    listed = ", ".join(f"{name} {microseconds:.1f}" for name, microseconds in times.items())
+    print(
+        f"the first product at {COMPARED_ROWS} rows, least us by instruction set of floats: {listed}", file=sys.stderr
+    )
+    best = min(times, key=lambda name: times[name])
+    if chosen in times and times[chosen] > FASTER * times[best]:
+        print(
+            f"WARNING: {best} is {times[chosen] / times[best]:.1f} times as fast as {chosen}, which is chosen on this "
+            f"processor: report it, and set OCTAVO_CPU_ISA={best}",
+            file=sys.stderr,
         )

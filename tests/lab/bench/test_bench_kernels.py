@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from octavo.kernels import load_kernels
 from octavo.kernels.interface import Kernels
 from octavo.lab.bench import kernels as measuring
 from octavo.lab.bench.kernel_cases import Shapes, Types, attention_cases, expert_cases, linear_cases, low_rank_cases
+from octavo.lab.commands import bench_kernels
 from octavo.loader.shapes import SHAPES as MODELS
 from octavo.models.config_files import read_model_config
 
@@ -63,6 +65,22 @@ def test_the_fastest_run_counts_apart(kernels: Kernels, tiny_model: Path, monkey
     figures = measuring.measure_case(kernels, case, "cpu", lambda _: (8.0, 10.0))
     assert (figures.microseconds, figures.gb_per_s, figures.gflop_per_s) == (2e6, 4.0, 1.0)
     assert (figures.share_of_limit, figures.share_at_best) == (0.5, 1.0)
+
+
+def test_a_faster_instruction_set_than_the_chosen_one_is_told(
+    kernels: Kernels, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu: Any = importlib.import_module("octavo._cpu")
+    chosen, config = cpu.float_isa(), read_model_config(tiny_model)
+    others = [name for name in cpu.available_isas().floats if name not in (chosen, "generic")]
+    for name in (chosen, *others[:1]):
+        # As if this set took half the time of all others.
+        monkeypatch.setattr(measuring, "_seconds", lambda *_, fast=name: (1.0 + (cpu.float_isa() != fast),) * 2)
+        bench_kernels._compare_instruction_sets(kernels, config, Types(DType.FLOAT32))
+        assert cpu.float_isa() == chosen
+        told = capsys.readouterr().err
+        assert ("WARNING" in told) == (name != chosen)
+        assert all(other in told for other in others)
 
 
 @pytest.mark.parametrize(("kind", "bytes_of_weight", "of_head"), [(None, 2, 2), ("int8", 1, 1), ("int4", 0.5, 1)])

@@ -1,0 +1,100 @@
+// Whether this process may use the tiles of AMX, and whether they compute what they should.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "amx.hpp"
+#include "amx_emulated.hpp"
+
+#if defined(__x86_64__) && !defined(OCTAVO_EMULATED)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+namespace octavo::amx {
+
+enum class State { available, no_instruction, not_enabled_by_system, not_permitted, wrong_results };
+
+inline const char* describe(State state) {
+  switch (state) {
+    case State::available: return "available";
+    case State::no_instruction: return "the processor lacks it";
+    case State::not_enabled_by_system: return "the system does not enable it";
+    case State::not_permitted: return "the system does not permit it (Linux before 5.16, or a filter of system calls)";
+    case State::wrong_results: return "its products differ from the specification";
+  }
+  return "";
+}
+
+#if defined(OCTAVO_EMULATED)
+inline State state() { return State::available; }
+#elif !defined(__x86_64__) || !defined(__linux__)
+inline State state() { return State::no_instruction; }
+#else
+
+// Asks the system for permission. It holds for all threads of the process, and for its children by fork; not after exec.
+inline State request() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return State::no_instruction;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+  if ((edx & kTile) == 0 || (edx & kBf16) == 0) return State::no_instruction;
+  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0 || (ecx >> 27 & 1) == 0) return State::not_enabled_by_system;  // OSXSAVE
+  unsigned low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  if ((low >> 17 & 3) != 3) return State::not_enabled_by_system;  // the states of configuration and data
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0 ? State::available : State::not_permitted;
+}
+
+// Whether a product of tiles of pseudorandom bfloat16, some of them subnormal, has the bits of the emulation.
+inline bool computes_as_specified() {
+  uint16_t a[16][32], b[16][32];
+  float c[16][16], expected[16][16];
+  uint32_t x = 1;
+  const auto next = [&x] { return x = x * 1664525u + 1013904223u; };
+  // Any sign and fraction; exponents from 2^-8 to 2^7, but for one in 16 that is 0.
+  const auto number = [&next] {
+    const uint32_t r = next() >> 8;
+    return static_cast<uint16_t>((r & 0x807fu) | (r >> 16 & 15 ? (119 + (r >> 20 & 15)) << 7 : 0));
+  };
+  for (auto& row : a)
+    for (uint16_t& v : row) v = number();
+  for (auto& row : b)
+    for (uint16_t& v : row) v = number();
+  for (int m = 0; m < 16; ++m)
+    for (int n = 0; n < 16; ++n) {
+      const uint32_t bits = static_cast<uint32_t>(number()) << 16;
+      std::memcpy(&c[m][n], &bits, 4);
+    }
+  Config config;
+  for (int t = 0; t < 3; ++t) config.set(t, 16, 64);
+  emulated::Tiles tiles;
+  tiles.configure(&config);
+  tiles.load(0, c, 64);
+  tiles.load(1, a, 64);
+  tiles.load(2, b, 64);
+  tiles.dpbf16ps(0, 1, 2);
+  tiles.store(0, expected, 64);
+  configure(config);
+  load<0>(c, 64);
+  load<1>(a, 64);
+  load<2>(b, 64);
+  dot_bf16<0, 1, 2>();
+  store<0>(c, 64);
+  release();
+  return std::memcmp(c, expected, sizeof c) == 0;
+}
+
+inline State state() {
+  static const State found = [] {
+    const State asked = request();
+    return asked == State::available && !computes_as_specified() ? State::wrong_results : asked;
+  }();
+  return found;
+}
+#endif
+
+}  // namespace octavo::amx
