@@ -220,6 +220,8 @@ class PrefixMatch:
     @property
     def num_pinned(self) -> int:
         """Pinned blocks of the first group among those that match as a whole."""
+        if not self.hits:  # without KV groups there is nothing to pin
+            return 0
         return sum(hit is not None and hit.pool.is_pinned(hit.block) for hit in self.hits[0][: self.num_full])
 
 

@@ -32,7 +32,8 @@ class SequencePrefixes:
 
     def __init__(self, groups: Sequence[KVGroup], block_size: int, *, enabled: bool) -> None:
         self._groups, self._block_size = groups, block_size
-        self.enabled = enabled
+        #: Never without KV groups: an encoder keeps no KV entries that another sequence could share.
+        self.enabled = enabled and bool(groups)
         self._registrations: dict[int, _Registration] = {}
         #: Tokens of all sequences passed to ``adopt``, and how many of them were found in the prefix cache.
         self.cached_queries = 0
@@ -51,6 +52,8 @@ class SequencePrefixes:
         ``shared``: blocks at its beginning that other sequences are to share. Of a longer match, the blocks in the
         window at its end are taken, and not those that the others would read; so with windows it is no longer.
         """
+        if not self._groups:
+            return PrefixMatch(0, len(token_ids), [], 0, chain)
         if shared is not None and any(group.window is not None for group in self._groups):
             token_ids = token_ids[: 1 + shared * self._block_size]
         return find_match([group.cache for group in self._groups], token_ids, chain)
@@ -60,7 +63,8 @@ class SequencePrefixes:
 
         The copy of a partly matching block is not included: ``BlockManager.grow`` makes it.
         """
-        return max(group.cache.cost(hits, released) for group, hits in zip(self._groups, match.hits, strict=True))
+        costs = (group.cache.cost(hits, released) for group, hits in zip(self._groups, match.hits, strict=True))
+        return max(costs, default=0)
 
     def adopt(self, seq_id: int, match: PrefixMatch) -> None:
         """Makes the matched blocks the tables of a new sequence. No block may be allocated since ``match``.

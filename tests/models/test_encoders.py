@@ -16,6 +16,7 @@ import transformers
 from octavo import LLM, PoolingParams, UnsupportedModelError
 from octavo.models.config_files import read_model_config
 from octavo.models.registry import ENCODERS, find_base
+from tests.engine.test_pooling import KINDS, expected, pooled_as
 from tests.models.zoo import PROMPTS, edit_config, prompts_of, rename_tensors
 
 RAW = PoolingParams(use_activation=False)
@@ -93,10 +94,10 @@ def theirs(model: Any, prompt: list[int], **inputs: Any) -> np.ndarray:
     return values
 
 
-def assert_close(ours: np.ndarray, expected: np.ndarray, bound: float = 1e-5) -> None:
+def assert_close(ours: np.ndarray, right: np.ndarray, bound: float = 1e-5) -> None:
     """Errors relative to the largest number."""
-    assert ours.shape == expected.shape
-    assert np.abs(ours - expected).max() < bound * max(1.0, float(np.abs(expected).max()))
+    assert ours.shape == right.shape
+    assert np.abs(ours - right).max() < bound * max(1.0, float(np.abs(right).max()))
 
 
 def kernels() -> list[str]:
@@ -120,19 +121,32 @@ def test_the_results_are_those_of_transformers(family: str, ending: str, tmp_pat
     if not hasattr(transformers, family + ending):
         pytest.skip(f"transformers has no {family}{ending}")
     model = save(tmp_path, family, ending)
-    expected = [theirs(model, prompt) for prompt in PROMPTS]
+    right = [theirs(model, prompt) for prompt in PROMPTS]
     for name in kernels():
         ours = results(tmp_path, TASKS[ending], kernels=name)
-        for mine, its in zip(ours, expected, strict=True):
+        for mine, its in zip(ours, right, strict=True):
             assert_close(mine, its)
     if name == "cpu":  # a text that is longer than a step, and steps of several
         assert [r.tobytes() for r in results(tmp_path, TASKS[ending], max_num_batched_tokens=16)] == [
             r.tobytes() for r in ours
         ]
-        whole = np.concatenate([its.ravel() for its in expected])
+        whole = np.concatenate([its.ravel() for its in right])
         for options in ({"dtype": "bfloat16"}, {"quantization": "int8"}):
             rounded = results(tmp_path, TASKS[ending], **options)
             assert np.corrcoef(np.concatenate([mine.ravel() for mine in rounded]), whole)[0, 1] > 0.98
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_each_pooling_of_sentence_transformers(family: str, tmp_path: Path) -> None:
+    """Those of the last token alone may look for the text in the prefix cache, which encoders have none of."""
+    model = save(tmp_path / "encoder", family, "Model")
+    states = [theirs(model, prompt).astype(np.float64) for prompt in PROMPTS]
+    for kind in KINDS:
+        folder = pooled_as(kind, tmp_path / "encoder", tmp_path / kind)
+        for prefix_caching in (True, False):
+            ours = results(folder, "embed", enable_prefix_caching=prefix_caching)
+            for mine, its in zip(ours, states, strict=True):
+                assert_close(mine, expected(kind, its))
 
 
 def test_every_encoder_of_the_registry_is_tested() -> None:
