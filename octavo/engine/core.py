@@ -152,16 +152,6 @@ class EngineCore(StepLoop):
                 scheduler.move_cost.observe_move(sum(size.block_bytes for size in sizes), seconds)
         return scheduler
 
-    def abort(self, group_id: int) -> None:
-        """Ends a request in any state; nothing happens if it has ended."""
-        self.scheduler.finish_group(group_id)
-        self.drain()
-
-    def stop(self, group_id: int, index: int) -> None:
-        """Ends one sequence of a request, as a stop text does; nothing happens if it has ended."""
-        self.scheduler.finish_sequence(group_id, index)
-        self.drain()
-
     def pin_adapter(self, adapter: AdapterRef) -> None:
         """Keeps an adapter in host memory, and in a slot if it needs one; it is loaded with the next steps.
 
@@ -185,7 +175,7 @@ class EngineCore(StepLoop):
             raise ConfigError(
                 f"the level of sleep must be 1 (the KV cache is freed) or 2 (the weights too), not {level!r}"
             )
-        if self.scheduler.has_work:
+        if self.has_work:
             raise EngineStateError("requests are unfinished: let them end or abort them before sleep()")
         logger.info("sleeping at level %d: %.2f GiB of memory freed", level, self.executor.sleep(level) / (1 << 30))
         self.blocks.pinned.clear()

@@ -127,7 +127,7 @@ class CoreLoop:
 
     @property
     def _has_step(self) -> bool:
-        return self._core.scheduler.has_work and not self._paused
+        return self._core.has_work and not self._paused
 
     def _pause(self, paused: bool) -> None:
         self._paused = paused
@@ -142,7 +142,7 @@ class CoreLoop:
         while (message := self._front_end.receive()) is not None:
             match message:
                 case Add(request):
-                    self._core.scheduler.add(request)
+                    self._core.add(request)
                 case Abort(group_id):
                     self._core.abort(group_id)
                 case Stop(group_id, index):
@@ -155,7 +155,7 @@ class CoreLoop:
                     self._front_end.send(self._reply(call_id, method, args))
                 case Shutdown():
                     return False
-        if busy and not self._core.scheduler.has_work:  # emptied by aborts: no step follows that would report it
+        if busy and not self._core.has_work:  # emptied by aborts: no step follows that would report it
             self._front_end.send(StepDone(EngineCoreOutputs(), self._core.measure_emptied()))
         return True
 

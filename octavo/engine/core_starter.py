@@ -62,6 +62,11 @@ class RestartLimit:
         self.count += 1
         return True
 
+    def forgive(self, count: int) -> None:
+        """The last ``count`` starts do not count any more: one request was to blame, which has ended."""
+        for _ in range(min(count, len(self._times))):
+            self._times.pop()
+
     @property
     def num_recent(self) -> int:
         """Starts that count now."""

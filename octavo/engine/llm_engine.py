@@ -100,7 +100,7 @@ class LLMEngine:
         adapter = None if named is None else self.adapters.load(named)
         kind = RequestOutputKind.CUMULATIVE if streaming else RequestOutputKind.FINAL_ONLY
         request = self.front_end.add(request_id, prompt, params, options, adapter, kind)
-        self.core.scheduler.add(request.group)
+        self.core.add(request.group)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step: the requests that it added to, each with all of its output so far; see ``add_request``.
@@ -111,7 +111,7 @@ class LLMEngine:
             EngineDeadError: that has happened more than ``engine_restarts`` times within ten minutes.
         """
         with HeldInterrupts():
-            if self.core.scheduler.has_work:
+            if self.core.has_work:
                 self._not_returned += self._step()
         outputs, self._not_returned = self._not_returned, []
         return outputs
@@ -252,7 +252,7 @@ class LLMEngine:
     def _compute_prefix(self, prefix: SharedPrefix, interrupts: HeldInterrupts) -> None:
         request = self.front_end.prefixes.request(prefix)
         self.front_end.outputs.open(request, RequestOutputKind.FINAL_ONLY)
-        self.core.scheduler.add(request.group)
+        self.core.add(request.group)
         outputs: list[RequestOutput] = []
         try:
             while not outputs:

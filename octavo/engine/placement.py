@@ -113,15 +113,18 @@ class Placement:
 
         ``computed``: the groups of its last steps; None: it was killed from outside.
         """
-        lost, guilty = list(replica.open.values()), None
+        lost, verdict = list(replica.open.values()), None
         if computed is not None:
-            guilty = self._blame.observe_death(computed, [entry.request for entry in lost])
+            requests = [entry.request for entry in lost]
+            verdict = self._blame.observe_death(computed, requests, replica.number)
         for entry in lost:
             self._take_back(entry)
         self.router.restart(replica.number)
-        if guilty is not None:
-            lost = [entry for entry in lost if entry.group_id != guilty]
-            self._fail(self._open[guilty], GUILTY.format(error))
+        if verdict is not None:
+            lost = [entry for entry in lost if entry.group_id != verdict.group_id]
+            self._fail(self._open[verdict.group_id], GUILTY.format(error))
+            for number in verdict.replicas:  # it is not the cores that fail: one request must not end a server
+                self._replicas[number].restarts.forgive(1)
         return lost
 
     async def move(self, number: int, next_digest: str | None = None) -> int:

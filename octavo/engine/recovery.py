@@ -51,7 +51,10 @@ class Recovery:
             raise error
         requests, guilty = self._front_end.outputs.open_requests(), None
         if not isinstance(error, EngineKilledError):
-            guilty = self._blame.observe_death(self._last_steps.groups, requests)
+            verdict = self._blame.observe_death(self._last_steps.groups, requests)
+            if verdict is not None:
+                guilty = verdict.group_id
+                self._restarts.forgive(len(verdict.replicas))
         core = self._replace(dead, error)
         ended = ended_stats(dead.scheduler.counts())
         self._totals = ended if self._totals is None else sum_stats([self._totals, ended])
@@ -61,7 +64,7 @@ class Recovery:
                 reason = GUILTY.format(error)
                 outputs.groups.append(GroupOutput(guilty, SequenceStatus.FINISHED_ERROR.value, reason))
             else:
-                core.scheduler.add(request.resume(self._blame.alone(request)))
+                core.add(request.resume(self._blame.alone(request)))
         return core, outputs
 
     def _replace(self, core: EngineCore, error: EngineDeadError) -> EngineCore:
@@ -93,8 +96,8 @@ class Recovery:
                 core.pin_adapter(adapter.ref)
         for prefix in front_end.prefixes:
             if request_id_of(prefix.name) not in front_end.outputs:  # else it goes on as other requests do
-                core.scheduler.add(front_end.prefixes.request(prefix).group)
-        while core.scheduler.has_work:
+                core.add(front_end.prefixes.request(prefix).group)
+        while core.has_work:
             core.step()
 
     def _watch(self, core: EngineCore) -> None:

@@ -108,6 +108,11 @@ class RequestState:
         beams = 0 if self.beams is None else sum(map(len, self.beams.token_ids))
         return beams + sum(len(c.token_ids) for c in self.completions)
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether an engine core has reported its admission."""
+        return self.admission is not None
+
     def resume(self, alone: int = 0) -> EngineCoreRequest:
         """The request as another engine core takes it, to go on with what comes after the outputs so far.
 

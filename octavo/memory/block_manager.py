@@ -315,6 +315,19 @@ class BlockManager:
         """Device blocks that ``swap_in`` allocates, by group."""
         return tuple(len(group.on_host.distinct_blocks(seq_ids)) for group in self.groups)
 
+    def clear(self) -> None:
+        """Frees the blocks of all sequences, and drops moves that no plan has and cached content that is not pinned.
+
+        Raises:
+            RuntimeError: a block is neither in a table nor pinned, and not free: one was lost before.
+        """
+        for seq_id in {i for group in self.groups for tables in (group.tables, group.on_host.by_id) for i in tables}:
+            self.free(seq_id)
+        self.take_moves()
+        self.reset_prefix_cache()
+        if (state := self.state).used or state.host_used:
+            raise RuntimeError(f"{state.used} blocks and {state.host_used} on the host belong to no sequence")
+
     def reset_prefix_cache(self) -> None:
         """Drops all cached content that is not pinned; cached blocks become free.
 

@@ -143,6 +143,7 @@ class Admission:
         blocks = self._blocks
         if self.has_tokens_in_flight(group):
             return False
+        self._queues.on_attempt(group.group_id)
         reserved = self._reserved(step)
         if not self._fits(group, _ONE_BLOCK, reserved):
             return False  # the common case needs no prefix cache lookup
@@ -202,6 +203,7 @@ class Admission:
         blocks = self._blocks
         if len(group.seqs) > step.budget or self.has_tokens_in_flight(group):
             return False
+        self._queues.on_attempt(group.group_id)
         for_next_tokens = len(group.seqs) if self._queues.running else 0
         needed = BlocksNeeded(exact=tuple(n + for_next_tokens for n in blocks.blocks_to_swap_in(group.holder_ids)))
         if not self._fits(group, needed, self._reserved(step)) or not blocks.swap_in(group.holder_ids):

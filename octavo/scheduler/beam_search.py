@@ -77,6 +77,12 @@ class BeamSearch:
         self._cumulative_logprobs = progress.cumulative_logprobs
         self._hypotheses = [*progress.hypotheses]
 
+    def progress(self, token_ids: list[list[int]]) -> BeamProgress | None:
+        """What ``resume`` goes on from, with the running beams' generated tokens; None before the first step."""
+        if not self._num_generated:
+            return None
+        return BeamProgress(token_ids, list(self._cumulative_logprobs), self.hypotheses())
+
     def step(
         self, candidates: Sequence[Candidates], tokens: Sequence[Sequence[int]], num_prompt_tokens: int = 0
     ) -> BeamStep:

@@ -168,6 +168,13 @@ class PreparationPool:
         thing.num_running -= 1
         self._use(thing)
 
+    def release_all(self) -> None:
+        """No group waits for anything or runs any more."""
+        for thing in list(self.things.values()):
+            thing.waiting.clear()
+            thing.num_running = 0
+            self._classify(thing)
+
     def _use(self, thing: Prepared) -> None:
         thing.last_used = next(self._uses)
         self._classify(thing)

@@ -103,6 +103,11 @@ class Preparations:
         for preparation in group.preparations:
             self.pools[preparation.kind].release(preparation.key)
 
+    def release_all(self) -> None:
+        """No group waits for anything or runs: what is prepared, or being prepared, stays as others would find it."""
+        for pool in self.pools.values():
+            pool.release_all()
+
     # --- pins -------------------------------------------------------------------------------------------------------
 
     def pin(self, preparation: Preparation, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from octavo.core.config import SchedulerOptions
@@ -76,6 +77,19 @@ class Queues:
         self.last_step = self.last_result = 0
         self._seq_ids = itertools.count()
         self._numbers = itertools.count()
+        #: Called with each group that is about to be admitted.
+        self.on_attempt: Callable[[int], object] = lambda group_id: None
+
+    def follow(self, before: Queues, steps: int) -> None:
+        """Takes the place of queues whose groups have been taken out after so many steps, none of which is in flight.
+
+        Their sequences' ids are not used again, and the workers are told to forget all of them.
+        """
+        self._seq_ids, self._numbers, self.on_attempt = before._seq_ids, before._numbers, before.on_attempt
+        self.last_step = self.last_result = steps
+        self.num_ended = before.num_ended + len(before.sequences)
+        contexts = [group.cross.context_id for group in before.groups.values() if group.cross is not None]
+        self.forget = [*before.forget, *before.sequences, *contexts]
 
     def _make_queue(self) -> PreparedQueue:
         return PreparedQueue(self.policy, self._aging_limit, self.preparations.needs, self.order)

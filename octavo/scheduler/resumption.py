@@ -1,4 +1,4 @@
-"""Groups that another engine core has begun: they go on as after a preemption by recompute."""
+"""Groups that go on as after a preemption by recompute: at another engine core, or when they were set aside."""
 
 from __future__ import annotations
 
@@ -7,8 +7,33 @@ from collections.abc import Sequence as SequenceOf
 
 import msgspec
 
-from octavo.core.progress import Progress
+from octavo.core.progress import CompletionProgress, DraftStats, Progress
+from octavo.core.request import EngineCoreRequest
 from octavo.scheduler.groups import Sequence, SequenceGroup
+
+
+def suspend(group: SequenceGroup) -> EngineCoreRequest | None:
+    """The request of an unfinished group as ``resume`` goes on with it; None if what is known of it is torn.
+
+    Tokens of steps in flight are lost, and will be sampled again. All tokens of its sequences must have been reported.
+    """
+    seqs = [seq for seq in group.seqs if not seq.status.finished]
+    if group.status.finished or not seqs:
+        return None
+    request, prompt = group.request, len(group.request.prompt_token_ids)
+    if group.totals.first_scheduled_time is None:
+        return request  # nothing of it was computed
+    drafts = DraftStats(group.group_id, group.num_draft_tokens, group.num_accepted_tokens)
+    progress = Progress([], None, group.totals, drafts if group.num_draft_tokens else None)
+    generated = [seq.token_ids[prompt:] for seq in seqs]
+    if group.beam is not None:
+        progress.beams = group.beam.progress(generated)
+        if progress.beams is not None and len(progress.beams.cumulative_logprobs) != len(generated):
+            return None  # the search has gone on, and its sequences have not
+    else:
+        begun = [(seq, tokens) for seq, tokens in zip(seqs, generated, strict=True) if tokens]
+        progress.completions = [CompletionProgress(seq.index, tokens) for seq, tokens in begun]
+    return msgspec.structs.replace(request, progress=progress)
 
 
 def resume(group: SequenceGroup, progress: Progress, seq_ids: Iterator[int], block_size: int) -> None:

@@ -18,6 +18,7 @@ from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.preemption import MoveCost, Preemption
 from octavo.scheduler.preparations import Preparations
 from octavo.scheduler.queues import Queues
+from octavo.scheduler.resumption import suspend
 from octavo.scheduler.running import Running
 from octavo.scheduler.step import Step, advance, make_plan
 from octavo.scheduler.step_results import Results
@@ -60,30 +61,41 @@ class Scheduler:
             raise ValueError(f"max_model_len {max_model_len} does not fit {blocks.num_blocks} blocks")
         self.blocks = blocks
         self.options = options
+        self.preparations = preparations or Preparations()
+        self._speculator, self._stats = speculator, SchedulerStats()
+        self._num_stages, self._clock = num_stages, clock
+        self._max_model_len, self._runs_ahead = max_model_len, runs_ahead
+        self._budgets = options.token_budget, options.encoder_budget
+        self._in_flight: dict[int, Step] = {}
+        self._pending_outputs: list[GroupOutput] = []
+        #: The last plan; ``take_all`` looks at it, if it was not submitted.
+        self._last_plan: StepPlan | None = None
+        #: What the last ``update`` has appended, until its caller has it.
+        self.unreported: EngineCoreOutputs | None = None
+        self._last_prompt_latency = self._last_update = 0.0
+        self._make_parts()
+
+    def _make_parts(self) -> None:
+        """Makes queues without a group, and what works on them."""
+        options, speculator, num_stages = self.options, self._speculator, self._num_stages
         self.queues = Queues(
             options,
-            blocks,
-            max_model_len,
+            self.blocks,
+            self._max_model_len,
             plans_on_results=num_stages > 1,
-            preparations=preparations,
+            preparations=self.preparations,
             speculator=speculator,
         )
-        self._speculator, self._stats = speculator, SchedulerStats()
         self._drafting: Drafting | None = None
         if speculator is not None:
-            self._drafting = Drafting(self.queues, speculator, self._stats, runs_ahead=runs_ahead and num_stages == 1)
+            runs_ahead = self._runs_ahead and num_stages == 1
+            self._drafting = Drafting(self.queues, speculator, self._stats, runs_ahead=runs_ahead)
         self._preemption = Preemption(options, self.queues, self._stats)
         self._admission = Admission(options, self.queues)
         self._displacement = Displacement(options, self.queues, self._admission, self._preemption)
         self._running = Running(options, self.queues, self._preemption, num_stages)
-        self._results = Results(self.queues, max_model_len, self._drafting)
-        self.preparations = self.queues.preparations
-        self._num_stages, self._clock = num_stages, clock
-        self._budgets = options.token_budget, options.encoder_budget
+        self._results = Results(self.queues, self._max_model_len, self._drafting)
         self._displaces = options.priority_preemption or self.queues.policy.preemptive
-        self._in_flight: dict[int, Step] = {}
-        self._pending_outputs: list[GroupOutput] = []
-        self._last_prompt_latency = self._last_update = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -140,6 +152,46 @@ class Scheduler:
             self._preemption.recompute_all()
         self.blocks.reset_prefix_cache()
 
+    # --- after an exception of the scheduler itself ------------------------------------------------------------------
+
+    def take_all(self, last_submitted: int) -> tuple[list[EngineCoreRequest], list[GroupOutput]]:
+        """Takes all groups out after an exception, in order of arrival, so that ``add`` can go on with each of them.
+
+        The exception may have come anywhere, so queues are made anew and all blocks are freed; the workers forget all
+        sequences with the next plan. No step may be in flight.
+
+        Args:
+            last_submitted: Number of the last step whose plan the workers have.
+
+        Returns:
+            The requests with their progress; and ends of others, not reported yet or because their state is torn.
+
+        Raises:
+            RuntimeError: a block was lost.
+        """
+        before, requests, ends = self.queues, [], self._pop_pending_outputs()
+        for group in sorted(before.groups.values(), key=lambda group: group.arrival):
+            request = suspend(group)
+            if request is not None:
+                requests.append(request)
+            else:
+                ends.append(GroupOutput(group.group_id, SequenceStatus.FINISHED_ERROR.value, "its step failed"))
+        if self._speculator is not None:
+            for seq in before.sequences.values():
+                self._speculator.on_end(seq)
+        self.preparations.release_all()
+        self.blocks.clear()
+        self._in_flight.clear()
+        cost = self._preemption.cost
+        self._make_parts()
+        self._preemption.cost = cost
+        self.queues.follow(before, self._stats.steps)
+        if self._last_plan is not None and self._last_plan.step > last_submitted:
+            self.queues.forget += self._last_plan.forget
+            self.preparations.repeat(self._last_plan)
+        self._last_plan = None
+        return requests, ends
+
     # --- one step ---------------------------------------------------------------------------------------------------
 
     @property
@@ -184,7 +236,7 @@ class Scheduler:
         if drafting is not None:
             drafting.add_drafts(step)
         self._stats.steps = self.queues.last_step = self._stats.steps + 1
-        plan = make_plan(self.queues, step, self._stats.steps)
+        plan = self._last_plan = make_plan(self.queues, step, self._stats.steps)
         self.preparations.begin(step.now)
         self.preparations.add_to(plan)
         # Behind a step in flight, waiting would delay those that follow its result.
@@ -290,7 +342,8 @@ class Scheduler:
             self._last_prompt_latency = now - max(step.now, self._last_update)
         self._last_update = now
         self._observe_costs(step, plan, result)
-        outputs = self._results.update(step, result)
+        outputs = self.unreported = EngineCoreOutputs()
+        self._results.update(step, result, outputs)
         for group, message, adapter_failed in self.preparations.update(plan, result):
             self._fail(group, message, adapter_failed=adapter_failed)
         for group, message in self.queues.take_policy_failures():

@@ -27,13 +27,16 @@ class Results:
         self._drafting = drafting
         self._max_model_len = max_model_len
 
-    def update(self, step: Step, result: StepResult) -> EngineCoreOutputs:
-        """Appends sampled tokens, adds full blocks to the prefix cache, ends what has finished."""
+    def update(self, step: Step, result: StepResult, outputs: EngineCoreOutputs) -> None:
+        """Appends sampled tokens, adds full blocks to the prefix cache, ends what has finished.
+
+        ``outputs`` gets each token as it is appended, so that it is right even if this raises.
+        """
         self._register_filled(step)
         for group in step.with_contexts:
             if group.cross is not None and group.status is SequenceStatus.RUNNING:
                 group.cross.register(self._queues.blocks)
-        outputs = EngineCoreOutputs([msgspec.structs.replace(group.totals) for group in step.admitted])
+        outputs.admissions += [msgspec.structs.replace(group.totals) for group in step.admitted]
         beams: dict[int, SequenceGroup] = {}
         ended = self._append_sampled(step, result, outputs, beams)
         if step.drafted:
@@ -49,7 +52,6 @@ class Results:
         for group in step.completed:
             if group.group_id in self._queues.groups:
                 self._complete(group, outputs.groups)
-        return outputs
 
     def _complete(self, group: SequenceGroup, updates: list[GroupOutput]) -> None:
         """Ends a group whose prompt is computed and that samples nothing; pins the prompt if it is a shared prefix."""

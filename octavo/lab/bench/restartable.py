@@ -42,14 +42,14 @@ class RestartableCore(EngineCore):
         """
         if others := set(changes) - POLICY_OPTIONS:
             raise ConfigError(f"workers depend on {', '.join(sorted(others))}: make a new engine to change that")
-        if self.scheduler.has_work or self.is_sleeping or self.blocks.state.pinned:
+        if self.has_work or self.is_sleeping or self.blocks.state.pinned:
             raise EngineStateError("to restart, an engine must be awake, without requests and without shared prefixes")
         plan = self.scheduler.schedule()  # the workers forget what has ended
         self.scheduler.update(plan, self.executor.submit(plan).wait())
         self.options = self.options.model_copy(update=dict(changes))
         sizes = self.startup.groups
         self.blocks = self.block_manager(sizes, self.options.block_size, **block_settings(self.options))
-        self.scheduler = self._new_scheduler(self.executor, sizes, self.scheduler.preparations)
+        self.use(self._new_scheduler(self.executor, sizes, self.scheduler.preparations))
 
 
 def start(options: EngineConfig) -> tuple[RestartableCore, LLMEngine]:
