@@ -63,14 +63,14 @@ class Blame:
     def __init__(self) -> None:
         self._strikes: dict[int, Strike] = {}
 
-    def observe_death(
-        self, computed: set[int], requests: Iterable[Progressing], replica: int = 0
-    ) -> Verdict | None:
+    def observe_death(self, computed: set[int], requests: Iterable[Progressing], replica: int = 0) -> Verdict | None:
         """A core has died that had these requests: which of them is to blame, if that is known.
 
         ``computed``: the groups of its last steps, and that which it was adding. Suspects are also those that it had
         not begun: it may have died of one of them before any step.
         """
+        requests = list(requests)
+        computed &= {request.group_id for request in requests}  # others have ended meanwhile
         for request in requests:
             group_id, position = request.group_id, request.num_generated
             if group_id not in computed and request.is_begun:

@@ -133,9 +133,7 @@ def right(tiny_model: Path) -> list[Any]:
             {"num_gpu_blocks_override": 60, "preemption_mode": "swap", "num_host_blocks_override": 60},
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, marks=pytest.mark.slow
-        ),
+        pytest.param({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, marks=pytest.mark.slow),
     ],
     ids=["one step", "two steps", "swapping", "drafts"],
 )
