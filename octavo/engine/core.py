@@ -25,8 +25,8 @@ from octavo.executor.executor import Executor
 from octavo.executor.external import without_clock
 from octavo.executor.factory import make_executor
 from octavo.kernels import resolve_device
+from octavo.loader.stored_head import read_config
 from octavo.memory.block_manager import BlockManager
-from octavo.models.config_files import read_model_config
 from octavo.models.sizes import build_without_weights, num_parameters
 from octavo.scheduler.policies import load_policy
 from octavo.scheduler.preparations import Preparations
@@ -58,7 +58,7 @@ class EngineCore(StepLoop):
                 logger.warning("%s", line)
         if options.distributed_executor_backend == "external_launcher":
             options = without_clock(options, policy_uses_clock=policy.uses_clock)
-        self.model_config = read_model_config(folder, options.hf_overrides)
+        self.model_config = read_config(folder, options)
         self.dtype = _resolve_dtype(options, self.model_config)
         _check_threads(options)
         context_length = _context_length(options, self.model_config)

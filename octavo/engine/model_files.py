@@ -16,7 +16,7 @@ from octavo.engine.chat_template import read_chat_template
 from octavo.engine.find_tokenizer import find_tokenizer
 from octavo.engine.tokenizer import Tokenizer
 from octavo.loader.resolve import resolve_model
-from octavo.models.config_files import default_sampling, read_model_config
+from octavo.models.config_files import default_sampling
 from octavo.scheduler.policies import policy_class
 
 
@@ -76,8 +76,10 @@ def find_files(options: EngineConfig) -> ModelFiles:
             f"data_parallel_size ({options.data_parallel_size}) is for AsyncLLM and octavo serve; in one program "
             "make several engines, or use octavo.data"
         )
+    from octavo.loader.stored_head import read_config  # imports numpy, which a server's front end does without
+
     model = find_model(options)
-    return model.with_config(read_model_config(model.folder, options.hf_overrides))
+    return model.with_config(read_config(model.folder, options))
 
 
 @memory_errors()

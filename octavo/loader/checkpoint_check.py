@@ -16,6 +16,7 @@ from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.loader.quantized.reader import with_unpacking
 from octavo.loader.stored import DTYPES, Stored
+from octavo.loader.stored_head import with_stored_head
 from octavo.loader.weights import missing_tensors, read_headers, read_safetensors, tensor_problem
 from octavo.models.checkpoint import CheckpointEntry, Pairs, Shapes, without_values
 from octavo.models.sizes import build_without_weights
@@ -70,14 +71,17 @@ def check_model(folder: Path, config: ModelConfig, gguf: Path | None = None) -> 
 
     Of a quantised checkpoint the tensors of matrices are compared, and scales and plain weights must be finite.
     """
-    network = build_without_weights(config, "float32")
-    shapes = network.tensor_shapes()
     problems: list[Problem] = []
     tensors = size = 0
     try:
+        before: list[CheckpointEntry] = []
+        if gguf is None:
+            config, before = with_stored_head(config, folder)
+        network = build_without_weights(config, "float32")
+        shapes = network.tensor_shapes()
         if gguf is None:
             stored = read_headers(folder)
-            entries: Sequence[CheckpointEntry] = network.checkpoint_map
+            entries: Sequence[CheckpointEntry] = [*before, *network.entries()]
             if config.quantization is not None:
                 entries = with_unpacking(entries, config.quantization, stored, shapes, DType.FLOAT32)
             problems += _header_problems(stored, config, entries, shapes)

@@ -24,6 +24,7 @@ from octavo.loader.checkpoint_check import refuse_misfits
 from octavo.loader.dummy import dummy_weights
 from octavo.loader.gguf_parts import split_paths
 from octavo.loader.quantized.reader import with_unpacking
+from octavo.loader.stored_head import with_stored_head
 from octavo.loader.weights import (
     checkpoint_bytes,
     load_weights,
@@ -54,10 +55,13 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
             there is no such file.
         WeightError: the checkpoint is incomplete, damaged or does not fit the configuration.
     """
+    before: list[CheckpointEntry] = []
+    if gguf is None and context.quantization != "gguf":
+        config, before = with_stored_head(config, folder)
     network = make_network(config, context)
     whole = network if context.layers is None else build_rank_without_weights(config, replace(context, layers=None))
     shapes = whole.tensor_shapes()
-    entries: list[CheckpointEntry] = [*(network.head_map if config.head != "lm" else ()), *network.checkpoint_map]
+    entries = [*before, *network.entries()]
     tensors: Generator[tuple[str, np.ndarray | QuantizedRows]]
     if gguf is not None:
         from octavo.loader.gguf_weights import GGUFCheckpoint

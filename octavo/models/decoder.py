@@ -42,8 +42,8 @@ class Decoder(Network):
     head_map: tuple[CheckpointEntry, ...] = (
         Drop(r"^lm_head\."),
         Rename(r"^(score|classifier)\.", "score.out."),
-        Rename(r"^(embed_tokens|layers|norm)\.", r"model.\1."),
     )
+    base_map: tuple[CheckpointEntry, ...] = (Rename(r"^(embed_tokens|layers|norm|final_layernorm)\.", r"model.\1."),)
     #: A learned table of positions, which is added to the embedding.
     embed_positions: PositionEmbedding | None = None
     #: A norm of the embedding, with its positions.

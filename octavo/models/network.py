@@ -41,8 +41,12 @@ class Network(Layer, ABC):
     #: it depends on the configuration, ``__init__`` sets it.
     checkpoint_map: tuple[CheckpointEntry, ...] = ()
 
-    #: Comes before it, of architectures without a language-model head: their tensors may lack the prefix ``model.``.
+    #: Comes before it, of architectures without a language-model head.
     head_map: tuple[CheckpointEntry, ...] = ()
+
+    #: Comes before both: the tensors of a base model may lack the prefix that they have in a language model, such as
+    #: ``model.``, whatever architecture its config.json names.
+    base_map: tuple[CheckpointEntry, ...] = ()
 
     #: The KV entries of each layer of this stage, on this rank.
     kv_specs: list[KVSpec]
@@ -71,6 +75,10 @@ class Network(Layer, ABC):
         super().__init__()
         self.config = config
         self._rotary_tables: list[tuple[ModelConfig, RotaryTable]] = []
+
+    def entries(self) -> list[CheckpointEntry]:
+        """What leads the tensors of a checkpoint to those that the layers expect, in order."""
+        return [*self.base_map, *(self.head_map if self.config.head != "lm" else ()), *self.checkpoint_map]
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """The whole shapes of the tensors that are not loaded yet, by their names."""

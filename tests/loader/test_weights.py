@@ -105,12 +105,13 @@ def test_files_may_be_links(tmp_path: Path) -> None:
     assert_holds(load(folder), tensors, DType.FLOAT32)
 
 
-def test_tied_head_needs_no_tensor_and_ignores_one(tmp_path: Path) -> None:
+def test_tied_head_needs_no_tensor_and_shares_one_with_the_same_values(tmp_path: Path) -> None:
     config = replace(CONFIG, tie_word_embeddings=True)
     tensors = checkpoint(config)
     assert "lm_head.weight" not in tensors
-    save_file({**tensors, "lm_head.weight": torch.zeros(20, 8)}, tmp_path / ONE)
-    assert_holds(load(tmp_path, config=config), tensors, DType.FLOAT32)
+    for head in ({}, {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}):
+        save_file({**tensors, **head}, tmp_path / ONE)
+        assert_holds(load(tmp_path, config=config), tensors, DType.FLOAT32)
 
 
 def test_saved_rotary_tables_are_passed_over(tmp_path: Path) -> None:
