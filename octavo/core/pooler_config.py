@@ -11,7 +11,31 @@ from typing import Literal
 #: their number.
 PoolingKind = Literal["cls", "mean", "last", "max", "weighted_mean", "sqrt_mean"]
 #: What follows a dense layer, or makes class scores probabilities.
-PoolerActivation = Literal["identity", "tanh", "relu", "gelu", "sigmoid", "softmax"]
+PoolerActivation = Literal[
+    "identity",
+    "tanh",
+    "relu",
+    "gelu",
+    "sigmoid",
+    "softmax",
+    "silu",
+    "mish",
+    "leaky_relu",
+    "elu",
+    "celu",
+    "selu",
+    "relu6",
+    "hardtanh",
+    "hardswish",
+    "hardsigmoid",
+    "softplus",
+    "softsign",
+    "log_sigmoid",
+    "tanhshrink",
+    "softshrink",
+    "hardshrink",
+    "softmin",
+]
 
 
 @dataclass(frozen=True)
@@ -24,6 +48,10 @@ class DenseConfig:
     outputs: int
     bias: bool = True
     activation: PoolerActivation = "tanh"
+    #: Whether its input is added to its result; where sizes differ, its product with ``residual.weight`` is.
+    residual: bool = False
+    #: Whether its input gets length 1 first.
+    normalizes: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,7 +68,7 @@ class PoolerConfig:
     #: Texts that are put before an input, by name, such as "query"; and the one that is used where none is named.
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
-    #: Tokens after which the model's own library cuts texts; None: it names none.
+    #: Tokens after which the model's own library cuts texts: as its modules say, or its tokenizer; None: neither does.
     max_seq_length: int | None = None
     #: Numbers of a vector that the model was trained for beside all (Matryoshka); None: its files name none, and any
     #: number up to all may be asked for; empty: none.

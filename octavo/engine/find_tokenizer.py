@@ -13,6 +13,7 @@ from octavo.engine.chat_template import read_chat_template
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.loader.tokenizer_backend import has_tokenizer
 from octavo.models.config_files import check_architecture
+from octavo.models.pooling_files import transformer_settings
 
 if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
@@ -33,11 +34,23 @@ def find_tokenizer(options: EngineConfig, folder: Path) -> Tokenizer:
     if options.skip_tokenizer_init:
         return SkippedTokenizer(folder)
     template = read_chat_template(options.chat_template)
-    if options.tokenizer is not None:
-        return load_tokenizer(Path(options.tokenizer), template)
-    if options.load_format == "dummy" and not has_tokenizer(folder):
+    if options.tokenizer is None and options.load_format == "dummy" and not has_tokenizer(folder):
         return NoTokenizer(folder)
-    return load_tokenizer(folder, template)
+    tokenizer = load_tokenizer(folder if options.tokenizer is None else Path(options.tokenizer), template)
+    settings = transformer_settings(folder)
+    if settings is not None and settings.flag("do_lower_case"):
+        lower_case(tokenizer.backend)
+    return tokenizer
+
+
+def lower_case(backend: tokenizers.Tokenizer) -> None:
+    """Makes texts lower case before all else, as sentence-transformers does where no normalizer is there for it."""
+    normalizers, before = tokenizers.normalizers, backend.normalizer
+    parts: list[Any] = [] if before is None else [before]
+    if isinstance(before, normalizers.Sequence):
+        parts = [before[index] for index in range(len(before))]
+    if not any(isinstance(part, normalizers.Lowercase) for part in parts):
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *parts])
 
 
 class NoTokenizer(Tokenizer):

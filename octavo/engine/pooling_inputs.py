@@ -82,9 +82,14 @@ class PoolingInputs:
             raise InvalidRequestError(f"prompt_name {name!r} is put before texts, not before token ids")
         others = prompt if isinstance(prompt, Mapping) else {}
         fields: dict[str, Any] = {**others, "prompt": before + text}
-        if not self.pooler.include_prompt:  # as sentence-transformers counts them
-            fields[_FIRST] = len(self.tokenizer.encode(before)) - 1
+        if not self.pooler.include_prompt:
+            fields[_FIRST] = self._prompt_length(before)
         return fields
+
+    def _prompt_length(self, before: str) -> int:
+        """Tokens of a text before an input, as sentence-transformers counts them: without a special one at its end."""
+        ids = self.tokenizer.encode_cut(before, self.max_model_len)
+        return len(ids) - (bool(ids) and ids[-1] in self.tokenizer.special_ids)
 
     def pair_prompts(self, query: str, document: str, truncate: int | None = None) -> list[Prompt]:
         """What is computed to score a pair: one prompt with both texts, or one for each, whose vectors are compared.
@@ -175,12 +180,30 @@ class PoolingInputs:
         task = Pool(
             msgspec.structs.replace(params, task=task_name),
             "last" if self._judge is not None else self.pooler.kind,
-            min(first, len(token_ids) - 1) + virtual,
+            self._first_pooled(first, len(token_ids), task_name) + virtual,
             _second_text(types, token_ids),
             [] if self._judge is None else self._judge.answer_ids,
         )
         group = self._inputs.core_request(token_ids, task, arrival, options, adapter)
         return PoolingState(request_id, text, token_ids, NO_SAMPLING, group)
+
+    def _first_pooled(self, first: int, num_tokens: int, task: PoolingTask) -> int:
+        """The first position that is pooled, of a prompt whose first ``first`` tokens are not.
+
+        Where no token is left (the text is empty, or cut within its prompt), vectors are those of
+        sentence-transformers: zero, or of the first token.
+
+        Raises:
+            InvalidRequestError: there is no such vector, as the largest of no numbers.
+        """
+        if first < num_tokens:
+            return first
+        kind = self.pooler.kind
+        if kind == "max" and task == "embed":
+            raise InvalidRequestError("no token of the text is left beside those of its prompt, which is not pooled")
+        if kind == "cls" or task != "embed":
+            return 0 if task == "embed" else num_tokens - 1
+        return num_tokens
 
     def _task(self, params: PoolingParams) -> PoolingTask:
         """The task of a request, by default the first that the model can do."""

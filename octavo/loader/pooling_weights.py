@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,8 +12,19 @@ from octavo.core.pooler_config import DenseConfig
 from octavo.loader.weights import read_safetensors
 
 
-def read_dense(folder: Path, dense: DenseConfig) -> tuple[np.ndarray, np.ndarray | None]:
-    """The matrix [outputs, inputs] and the bias [outputs] of a layer of a model's ``folder``, float32.
+class DenseWeights(NamedTuple):
+    """Weights of a layer after pooling, float32."""
+
+    #: [outputs, inputs].
+    matrix: np.ndarray
+    #: [outputs].
+    bias: np.ndarray | None
+    #: [outputs, inputs]: what the input is multiplied with before it is added.
+    residual: np.ndarray | None
+
+
+def read_dense(folder: Path, dense: DenseConfig) -> DenseWeights:
+    """The weights of a layer of a model's ``folder``.
 
     Raises:
         WeightError: there is no model.safetensors, or its tensors do not fit.
@@ -24,12 +36,15 @@ def read_dense(folder: Path, dense: DenseConfig) -> tuple[np.ndarray, np.ndarray
             "again with sentence-transformers, which writes safetensors"
         )
     tensors = {name: np.asarray(tensor) for name, tensor in read_safetensors(place)}
-    shapes = {"linear.weight": (dense.outputs, dense.inputs)} | (
-        {"linear.bias": (dense.outputs,)} if dense.bias else {}
-    )
+    matrix = (dense.outputs, dense.inputs)
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": matrix}
+    if dense.bias:
+        shapes["linear.bias"] = (dense.outputs,)
+    if dense.residual and dense.inputs != dense.outputs:
+        shapes["residual.weight"] = matrix
     for name, shape in shapes.items():
         if name not in tensors or tensors[name].shape != shape:
             found = tensors[name].shape if name in tensors else "missing"
             raise WeightError(f"{place}: tensor {name!r} must have the shape {list(shape)}, and is {found}")
-    bias = tensors.get("linear.bias") if dense.bias else None
-    return tensors["linear.weight"].astype(np.float32), None if bias is None else bias.astype(np.float32)
+    weights = {name: tensors[name].astype(np.float32) for name in shapes}
+    return DenseWeights(weights["linear.weight"], weights.get("linear.bias"), weights.get("residual.weight"))

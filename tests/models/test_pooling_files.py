@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from transformers import AutoTokenizer
 
-from octavo import LLM, ConfigError, OctavoError, PoolingParams, UnsupportedModelError, WeightError
+from octavo import LLM, ConfigError, InvalidRequestError, OctavoError, PoolingParams, UnsupportedModelError, WeightError
 from octavo.core.pooler_config import DenseConfig
 from octavo.models.config_files import read_model_config
-from tests.embedding_models import HIDDEN_SIZE, make_encoder
+from tests.embedding_models import HIDDEN_SIZE, MAX_TOKENS, make_encoder
 from tests.models.zoo import edit_config
 
 TYPES = "sentence_transformers.models."
-FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "activation.Tanh": np.tanh,
-    "activation.ReLU": lambda x: np.maximum(x, 0),
-    "linear.Identity": lambda x: x,
+#: torch.nn's activations that a Dense may have.
+FUNCTIONS = (
+    *("Tanh", "ReLU", "GELU", "Sigmoid", "SiLU", "Mish", "LeakyReLU", "ELU", "CELU", "SELU", "ReLU6", "Hardtanh"),
+    *("Hardswish", "Hardsigmoid", "Softplus", "Softsign", "LogSigmoid", "Tanhshrink", "Softshrink", "Hardshrink"),
+    *("Softmax", "Softmin", "Identity"),
+)
+RAW = PoolingParams(use_activation=False)
+CUT = PoolingParams(truncate_prompt_tokens=-1)
+#: Settings with which sentence-transformers 6 saves a Transformer module.
+TEXTS_ONLY = {
+    "transformer_task": "feature-extraction",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+    "module_output_name": "token_embeddings",
 }
+
+
+ENCODER = (("Transformer", ""), ("Pooling", "1_Pooling"))
 
 
 @pytest.fixture
@@ -73,17 +86,33 @@ def test_flags_and_the_name_of_a_pooling(folder: Path) -> None:
     assert pooler.is_from_files and not pooler.normalize
 
 
-def test_a_matrix_after_the_pooling(folder: Path) -> None:
-    plain = LLM(str(folder), dtype="float32")
-    pooled = plain.encode("abc def", PoolingParams(use_activation=False), use_tqdm=False)[0].outputs.data
-    for name, function in FUNCTIONS.items():
-        weight, bias = add_dense(folder, activation_function=f"torch.nn.modules.{name}")
-        llm = LLM(str(folder), dtype="float32")
-        vector = function(weight.astype(np.float64) @ pooled + bias)
-        vector /= np.linalg.norm(vector)
-        ours = llm.embed("abc def", use_tqdm=False)[0].outputs.embedding
-        np.testing.assert_allclose(ours, vector, atol=1e-5)
-        assert llm.front_end.pooling.vector_size == 8
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_matrix_after_the_pooling(name: str, folder: Path) -> None:
+    module = getattr(torch.nn, name)
+    pooled = LLM(str(folder), dtype="float32").encode("abc def", RAW, use_tqdm=False)[0].outputs.data
+    weight, bias = add_dense(folder, activation_function=f"{module.__module__}.{name}")
+    function = module(dim=-1) if name.startswith("Soft") and name.endswith(("max", "min")) else module()
+    vector = function(torch.from_numpy(weight.astype(np.float64) @ pooled + bias)).numpy()
+    llm = LLM(str(folder), dtype="float32")
+    ours = llm.embed("abc def", use_tqdm=False)[0].outputs.embedding
+    np.testing.assert_allclose(ours, vector / np.linalg.norm(vector), atol=1e-5)
+    assert llm.front_end.pooling.vector_size == 8
+
+
+@pytest.mark.parametrize("outputs", [HIDDEN_SIZE, 8])
+def test_what_is_added_to_a_matrix_and_normalized_before_it(outputs: int, folder: Path) -> None:
+    pooled = LLM(str(folder), dtype="float32").encode("abc def", RAW, use_tqdm=False)[0].outputs.data.astype(np.float64)
+    weight, bias = add_dense(folder, outputs, use_residual=True)
+    through = np.random.default_rng(1).standard_normal((outputs, HIDDEN_SIZE)).astype(np.float32)
+    tensors = {"linear.weight": weight, "linear.bias": bias}
+    if outputs != HIDDEN_SIZE:
+        tensors["residual.weight"] = through
+    save_file(tensors, folder / "2_Dense" / "model.safetensors")
+    modules(folder, *ENCODER, ("Normalize", "3_Normalize"), ("Dense", "2_Dense"), ("Dropout", "4_Dropout"))
+    unit = pooled / np.linalg.norm(pooled)
+    added = unit if outputs == HIDDEN_SIZE else through @ unit
+    ours = LLM(str(folder), dtype="float32").embed("abc def", use_tqdm=False)[0].outputs.embedding
+    np.testing.assert_allclose(ours, np.tanh(weight @ unit + bias) + added, atol=1e-5)
 
 
 def test_a_prompt_that_is_not_pooled(folder: Path) -> None:
@@ -94,6 +123,72 @@ def test_a_prompt_that_is_not_pooled(folder: Path) -> None:
     states = llm.encode("query: abc", raw, pooling_task="token_embed", use_tqdm=False)[0].outputs.data
     skipped = len(llm.get_tokenizer().encode("query: ")) - 1
     np.testing.assert_allclose(named.outputs.embedding, states[skipped:].mean(0), atol=1e-5)
+
+
+def test_a_prompt_counts_without_a_special_token_at_its_end_alone(folder: Path) -> None:
+    """A tokenizer without special tokens around texts; where nothing is left to pool the vector is zero."""
+    write(folder, "1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False})
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    write(folder, "tokenizer.json", tokenizer | {"post_processor": None})
+    llm = LLM(str(folder), dtype="float32")
+    states = llm.encode("query: abc", RAW, pooling_task="token_embed", use_tqdm=False)[0].outputs.data
+    skipped = len(llm.get_tokenizer().encode("query: "))
+
+    def named(text: str) -> np.ndarray:
+        output = llm.embed(text, prompt_name="query", pooling_params=RAW, use_tqdm=False)[0]
+        return np.array(output.outputs.embedding)
+
+    np.testing.assert_allclose(named("abc"), states[skipped:].mean(0), atol=1e-5)
+    assert not named("").any()
+    write(folder, "1_Pooling/config.json", {"pooling_mode": "max", "include_prompt": False})
+    with pytest.raises(InvalidRequestError):
+        LLM(str(folder)).embed("", prompt_name="query", use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_tokenizer", "length"),
+    [
+        (TEXTS_ONLY, 20, 20),
+        (TEXTS_ONLY, int(1e30), MAX_TOKENS),
+        (TEXTS_ONLY, 4096, MAX_TOKENS),
+        ({**TEXTS_ONLY, "max_seq_length": 30}, 20, 30),
+        ({**TEXTS_ONLY, "processor_kwargs": {"model_max_length": 24}}, 20, 24),
+        ({"tokenizer_args": {"model_max_length": 24}}, 20, 24),
+        ({**TEXTS_ONLY, "processing_kwargs": {"text": {"max_length": 10}}, "max_seq_length": 30}, 20, 10),
+        ({**TEXTS_ONLY, "unpad_inputs": False, "model_kwargs": {"dtype": "float16"}}, 20, 20),
+    ],
+)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_where_texts_are_cut(side: str, settings: dict[str, Any], of_tokenizer: int, length: int, folder: Path) -> None:
+    write(folder, "sentence_bert_config.json", settings)
+    values = json.loads((folder / "tokenizer_config.json").read_text())
+    write(folder, "tokenizer_config.json", values | {"model_max_length": of_tokenizer, "truncation_side": side})
+    llm = LLM(str(folder))
+    assert llm.core.max_model_len == length
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for text in ("a bcd " * 30, "", "a", "caf\u00e9 \u6f22"):
+        output = llm.embed(text, pooling_params=CUT, use_tqdm=False)[0]
+        assert output.prompt_token_ids == theirs(text, truncation=True, max_length=length)["input_ids"]
+    with pytest.raises(InvalidRequestError):
+        llm.embed("a bcd " * 30, use_tqdm=False)
+
+
+def test_texts_in_lower_case(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["normalizer"]["lowercase"] = False
+    write(folder, "tokenizer.json", tokenizer)
+    for lower in (False, True):
+        write(folder, "sentence_bert_config.json", {"do_lower_case": lower})
+        llm = LLM(str(folder))
+        ids = [llm.embed(text, use_tqdm=False)[0].prompt_token_ids for text in ("ABC [SEP] d", "abc [SEP] d")]
+        assert (ids[0] == ids[1]) == lower
+
+
+def test_a_prompt_may_be_null(folder: Path) -> None:
+    said = {"prompts": {"query": None, "document": ""}, "default_prompt_name": None, "similarity_fn_name": None}
+    write(folder, "config_sentence_transformers.json", said)
+    pooler = read_model_config(folder).pooler
+    assert (dict(pooler.prompts), pooler.similarity) == ({"document": ""}, "cosine")
 
 
 def test_prompts_and_lengths(folder: Path) -> None:
@@ -134,7 +229,27 @@ def test_what_a_cross_encoder_says(tmp_path: Path) -> None:
         ("modules.json", {"a": 1}, "must hold a list of at most 16 modules"),
         ("modules.json", [{"type": TYPES + "Pooling", "path": "../x"}], "a path within it"),
         ("modules.json", [{"type": TYPES + "LSTM", "path": "x"}], "modules of type 'LSTM' are not supported"),
+        *(
+            ("modules.json", [{"type": TYPES + kind, "path": "x"}], f"'{kind}'")
+            for kind in ("LayerNorm", "CNN", "WordWeights", "BoW", "Router", "StaticEmbedding", "WeightedLayerPooling")
+        ),
+        ("modules.json", [{"type": "custom.Transformer", "path": ""}], "'custom.Transformer'"),
         ("modules.json", [{"type": TYPES + "Pooling", "path": "missing"}], "is missing"),
+        ("1_Pooling/config.json", {"pooling_mode": ["mean", "cls"]}, r"\['mean', 'cls'\]"),
+        ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}, "'token_embeddings'"),
+        ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "'SparseEncoder'"),
+        ("config_sentence_transformers.json", {"model_type": "MultiVectorEncoder"}, "'MultiVectorEncoder'"),
+        ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "'fill-mask'"),
+        ("sentence_bert_config.json", {"modality_config": {"text": {}, "image": {}}}, "image"),
+        ("sentence_bert_config.json", {"modality_config": {"message": {}}}, "message"),
+        (
+            "sentence_bert_config.json",
+            {"modality_config": {"text": {"method_output_name": "pooler_output"}}},
+            "'pooler_output'",
+        ),
+        ("sentence_bert_config.json", {"processing_kwargs": {"text": {"add_special_tokens": False}}}, "add_special"),
+        ("sentence_bert_config.json", {"config_args": {"hidden_act": "relu"}}, "hidden_act"),
+        ("sentence_bert_config.json", {"query_length": 8}, "query_length"),
         (
             "1_Pooling/config.json",
             {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
@@ -166,6 +281,6 @@ def test_matrices_that_do_not_fit_are_refused(folder: Path) -> None:
     (folder / "2_Dense" / "model.safetensors").rename(folder / "2_Dense" / "pytorch_model.bin")
     with pytest.raises(WeightError, match="files of pickles"):
         LLM(str(folder))
-    add_dense(folder, activation_function="torch.nn.modules.activation.Mish")
-    with pytest.raises(UnsupportedModelError, match="activation_function 'Mish' is not supported"):
+    add_dense(folder, activation_function="torch.nn.modules.activation.PReLU")
+    with pytest.raises(UnsupportedModelError, match="activation_function 'PReLU' is not supported"):
         read_model_config(folder)
