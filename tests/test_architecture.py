@@ -47,7 +47,7 @@ ORDER = (
 ONLY = {
     "sandbox": {"core"},
     "grammar": {"core", "sandbox"},
-    "speech": {"core"},
+    "speech": {"core", "sandbox"},
     "images": {"core", "sandbox"},
     "sampling": {"core", "grammar", "kernels"},
     "memory": {"core"},

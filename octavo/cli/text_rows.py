@@ -14,6 +14,7 @@ from typing import IO, Any
 import msgspec
 
 from octavo.core.errors import ConfigError
+from octavo.core.extras import pip_install
 
 #: Keys of a JSON line, and columns of a Parquet file, that hold the text, and what it is called.
 TEXT_KEYS = ("text", "prompt", "input")
@@ -148,7 +149,7 @@ def require_pyarrow(file: str) -> None:
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError as e:
-        raise ConfigError(f"{file}: Parquet files need pyarrow: pip install pyarrow ({e})") from None
+        raise ConfigError(f"{file}: Parquet files need pyarrow ({e}): {pip_install('pyarrow')}") from None
 
 
 def _checked(index: int, key: str, value: Any, name: Any) -> TextRow:

@@ -74,12 +74,13 @@ def run(arguments: Arguments) -> int:
     from octavo.engine.model_files import find_files
     from octavo.engine.speech_requests import check_hears
     from octavo.engine.transcription_calls import TranscriptionCalls
-    from octavo.speech.audio_files import AudioLimits
+    from octavo.speech.audio_files import AudioLimits, import_soundfile
     from octavo.speech.formats import FORMATS
 
     class Engine(LLMEngine, TranscriptionCalls):
         """One that takes recordings."""
 
+    import_soundfile()  # without it nothing of a model need be fetched
     start = time.monotonic()
     files = find_files(config)
     try:

@@ -37,6 +37,10 @@ class ClientLimitError(OctavoError, RuntimeError):
         self.retry_after = retry_after
 
 
+class SandboxError(OctavoError, RuntimeError):
+    """Processes that checked or decoded what a request brings were ended from outside: the request is not to blame."""
+
+
 class ModelNotFoundError(OctavoError, FileNotFoundError):
     """The name given for a model is no folder, no file, no built-in name and no reachable hub id."""
 

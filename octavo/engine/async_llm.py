@@ -29,6 +29,7 @@ from octavo.executor.worker import function_name
 
 if TYPE_CHECKING:
     from octavo.speech.audio_files import Audio, AudioLimits, OpenedAudio
+    from octavo.speech.audio_reader import SandboxRecording
     from octavo.speech.segments import Segment, Transcription
     from octavo.speech.transcription_params import TranscriptionParams
 
@@ -99,7 +100,7 @@ class AsyncLLM(AsyncEngine):
     async def transcribe(
         self,
         request_id: str,
-        audio: Audio | OpenedAudio,
+        audio: Audio | OpenedAudio | SandboxRecording,
         params: TranscriptionParams | None = None,
         options: RequestOptions = DEFAULT_OPTIONS,
         *,
@@ -111,6 +112,8 @@ class AsyncLLM(AsyncEngine):
 
         Its windows are requests of the engine with its priority and arrival; if the iteration is left, they end.
         ``audio``, ``params`` and ``limits`` as in ``LLM.transcribe``; of an opened one only ``pieces`` is called.
+        Files are decoded in threads of this process, which have ended when the iteration is left or cancelled; for
+        those of strangers ``audio`` is what ``AudioReader.open`` gives, which are decoded in the sandbox.
         ``scores``: segments have ``no_speech_prob`` although nothing depends on it.
 
         Raises:

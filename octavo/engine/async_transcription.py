@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,12 @@ from octavo.core.encoder_input import EncoderInput
 from octavo.core.prompts import Prompt
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import SamplingParams
+from octavo.core.threads import finish_in_thread
 from octavo.engine.front_end import FrontEnd
 from octavo.engine.request_stream import RequestStream
 from octavo.engine.speech_requests import with_arrival
 from octavo.speech.audio_files import DEFAULT_LIMITS, Audio, AudioLimits, OpenedAudio, open_audio
+from octavo.speech.audio_reader import SandboxRecording
 from octavo.speech.audio_windows import AudioWindows
 from octavo.speech.segments import Segment, Transcription
 from octavo.speech.transcription import Ask, Heard, Listen
@@ -44,7 +46,7 @@ class Submits(Protocol):
 
 
 class AsyncTranscription:
-    """One recording. Files are decoded and inputs named in threads."""
+    """One recording. Inputs are named in threads, and files decoded there or in the sandbox."""
 
     def __init__(
         self,
@@ -66,39 +68,45 @@ class AsyncTranscription:
         self._count = 0
 
     async def hear(
-        self, audio: Audio | OpenedAudio, limits: AudioLimits | None
+        self, audio: Audio | OpenedAudio | SandboxRecording, limits: AudioLimits | None
     ) -> AsyncGenerator[Segment | Transcription]:
         """See ``AsyncLLM.transcribe``."""
         reply: Any = None
         ask = self._loop.send(None)  # what the model cannot do is refused before anything is read
-        if isinstance(audio, OpenedAudio):
+        if isinstance(audio, SandboxRecording | OpenedAudio):
             opened = audio
         else:
-            opened = await asyncio.to_thread(open_audio, audio, limits or DEFAULT_LIMITS)
-        windows = AudioWindows(opened.pieces())
+            opened = await finish_in_thread(open_audio, audio, limits or DEFAULT_LIMITS)
+        windows = AudioWindows()
         heard: EncoderInput | None = None
         try:
-            while True:
-                if isinstance(ask, Listen):
-                    reply, heard = await asyncio.to_thread(self._listen, windows, ask.start)
-                elif isinstance(ask, Segment):
-                    yield ask
-                    reply = None
-                else:
-                    assert heard is not None
-                    reply = await self._ask(ask, heard)
-                try:
-                    ask = self._loop.send(reply)
-                except StopIteration as end:
-                    yield end.value
-                    return
+            source = opened.pieces() if isinstance(opened, SandboxRecording) else _pieces_in_threads(opened)
+            async with contextlib.aclosing(source) as pieces:
+                while True:
+                    if isinstance(ask, Listen):
+                        reply, heard = await self._listen(pieces, windows, ask.start)
+                    elif isinstance(ask, Segment):
+                        yield ask
+                        reply = None
+                    else:
+                        assert heard is not None
+                        reply = await self._ask(ask, heard)
+                    try:
+                        ask = self._loop.send(reply)
+                    except StopIteration as end:
+                        yield end.value
+                        return
         finally:
             if opened is not audio:
-                opened.close()
+                cast("OpenedAudio", opened).close()
 
-    def _listen(self, windows: AudioWindows, start: int) -> tuple[Heard, EncoderInput | None]:
-        window: NDArray[np.float32] = windows.window(start)
-        return Heard.of(window), self._speech.hear(window) if len(window) else None
+    async def _listen(
+        self, pieces: AsyncGenerator[NDArray[np.float32]], windows: AudioWindows, start: int
+    ) -> tuple[Heard, EncoderInput | None]:
+        while windows.missing(start) and (piece := await anext(pieces, None)) is not None:
+            windows.add(start, piece)
+        window = windows.window(start)
+        return await asyncio.to_thread(lambda: (Heard.of(window), self._speech.hear(window) if len(window) else None))
 
     async def _ask(self, ask: Ask, heard: EncoderInput) -> Any:
         request = self._speech.request(ask, heard, self._options)
@@ -107,3 +115,10 @@ class AsyncTranscription:
         stream = await self._engine.submit(name, request.prompt, request.params, request.options, streaming=False)
         with contextlib.closing(stream):
             return self._speech.answer(ask, await anext(stream))
+
+
+async def _pieces_in_threads(opened: OpenedAudio) -> AsyncGenerator[NDArray[np.float32]]:
+    """The pieces of a recording that this process decodes; no thread reads on when this is closed or cancelled."""
+    pieces = opened.pieces()
+    while (piece := await finish_in_thread(next, pieces, None)) is not None:
+        yield piece

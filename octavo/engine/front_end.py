@@ -18,6 +18,7 @@ from octavo.core.pooling_params import PoolingParams
 from octavo.core.prompts import Prompt
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+from octavo.core.threads import finish_in_thread
 from octavo.engine.adapter_registry import make_registry
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.model_files import ModelFiles
@@ -117,7 +118,7 @@ class FrontEnd:
         rest, images = take_images(prompt)
         if not images or isinstance(images, PromptFeatures):
             return prompt
-        return {**rest, "multi_modal_data": {"image": await asyncio.to_thread(self.inputs.image_prompts.read, images)}}
+        return {**rest, "multi_modal_data": {"image": await finish_in_thread(self.inputs.image_prompts.read, images)}}
 
     async def _find_adapter(self, request: LoRARequest) -> AdapterRef:
         """The adapter that a request names, read in a thread if it is not loaded; one read serves all that wait."""

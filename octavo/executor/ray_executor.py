@@ -15,6 +15,7 @@ from typing import Any
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, EngineDeadError
+from octavo.core.extras import install_extra
 from octavo.executor.broadcast import Broadcast
 from octavo.executor.remote import RemoteExecutor
 from octavo.executor.rendezvous import SECRET_BYTES, accept, connect
@@ -63,7 +64,7 @@ class RayExecutor(RemoteExecutor):
             import ray
         except ImportError:
             raise ConfigError(
-                "distributed_executor_backend='ray' needs Ray: pip install 'ray[data]>=2.51'; or use mp on one machine"
+                f"distributed_executor_backend='ray' needs Ray: {install_extra('ray')}; or use mp on one machine"
             ) from None
         self._ray: Any = ray
         self.needs_store = options.world_size > 1

@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.core.errors import ConfigError
+from octavo.core.extras import install_extra
 
 
 def pillow() -> Any:
     """The module ``PIL.Image``.
 
     Raises:
-        ConfigError: the package is not installed.
+        ConfigError: the package is not installed, or a library that it needs cannot be loaded.
     """
     try:
         from PIL import Image
-    except ImportError as e:
+    except (ImportError, OSError) as e:  # OSError: a library that it wraps is missing
         raise ConfigError(
-            f"images need the package Pillow, which fails to import ({e}): pip install 'octavo[images]'"
+            f"images need the package Pillow, which fails to import ({e}): {install_extra('images')}"
         ) from None
     return Image

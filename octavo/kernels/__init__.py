@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.core.errors import ConfigError
+from octavo.core.extras import install_extra
 from octavo.kernels.triton.interpreter import interpreted
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def require_torch(what: str) -> None:
         ConfigError: it is not; the message names ``what`` and says what to install.
     """
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError(f"{what} need torch, which is not installed: pip install 'octavo[torch]'")
+        raise ConfigError(f"{what} need torch, which is not installed: {install_extra('torch')}")
 
 
 def num_gpus() -> int:
@@ -104,7 +105,7 @@ def load_kernels(
         if importlib.util.find_spec("torch") is None:
             raise ConfigError(
                 f"the {wanted} kernels cannot serve: {obstacle}. The reference kernels can, many times slower, with "
-                "torch: pip install 'octavo[torch]'"
+                f"torch: {install_extra('torch')}"
             )
         logger.warning("the %s kernels cannot serve (%s): the reference does, many times slower", wanted, obstacle)
         wanted = "reference"
@@ -132,7 +133,7 @@ def load_kernels(
 def _obstacle(name: str, gpu: bool, head_dim: int) -> str | None:
     """Why a backend cannot be used, or None."""
     if name != "cpu" and importlib.util.find_spec("torch") is None:
-        return "torch is not installed: pip install 'octavo[torch]'"
+        return f"torch is not installed: {install_extra('torch')}"
     if name == "reference":
         return None
     if head_dim % 8:

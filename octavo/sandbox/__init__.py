@@ -1,1 +1,1 @@
-"""Processes with limits of time and memory, for schemas, grammars, chat templates and images that clients send."""
+"""Processes with limits of time and memory, for what clients send: schemas, grammars, templates, images, recordings."""

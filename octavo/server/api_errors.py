@@ -24,6 +24,7 @@ from octavo.core.errors import (
     EngineStateError,
     InvalidRequestError,
     OctavoError,
+    SandboxError,
     TokenizerError,
 )
 from octavo.server.deferred_routes import DeferredRoutes
@@ -114,6 +115,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ClientLimitError):
         headers = {"Retry-After": str(error.retry_after)}
         return ApiError(429, str(error), kind="rate_limit_error", code="client_limit", headers=headers)
+    if isinstance(error, SandboxError):
+        return server_error(503, str(error), "sandbox_failed", headers={"Retry-After": "1"})
     if isinstance(error, RequestValidationError):
         return _validation_error(error)
     if isinstance(error, HTTPException):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.server_options import ServerOptions
-from octavo.server.api_errors import ApiError, invalid
+from octavo.server.api_errors import invalid
 from octavo.server.protocol import ChatMessage, ImagePart
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class ImageInputs:
         """What the model makes of images; one that comes twice is read once.
 
         Raises:
-            ApiError: 400, one is not there, not allowed, or no image; 501, this server cannot read images.
+            ApiError: 400, one is not there, not allowed, or no image, or this server cannot read images.
             ClientLimitError: the client has taken its seconds in the sandbox.
         """
         tasks: dict[str, asyncio.Task[ProcessedImage]] = {}
@@ -69,7 +69,8 @@ class ImageInputs:
         except InvalidRequestError as e:
             raise invalid("messages", str(e), "invalid_image") from None
         except ConfigError as e:
-            raise ApiError(501, str(e), kind="server_error", code="images_not_installed") from None
+            # Not a 501, which would say it better: clients try again what has a status from 500 on.
+            raise invalid("messages", str(e), "images_not_installed") from None
         finally:
             for task in tasks.values():
                 task.cancel()

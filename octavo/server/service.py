@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 
 from octavo.core.adapters import LoRARequest
-from octavo.core.errors import AdapterConflictError, AdapterError, InvalidRequestError
+from octavo.core.errors import AdapterConflictError, AdapterError, ConfigError, InvalidRequestError
 from octavo.core.outputs import CompletionOutput
 from octavo.core.server_options import CHARS_PER_TOKEN, ServerOptions
 from octavo.engine.adapter_folder import AdapterResolver, find_by_name, make_resolver
@@ -232,11 +232,23 @@ def make_service(
     metrics.adapter_states = llm.adapter_requests
     metrics.replica_states, metrics.num_resumed = llm.replica_states, lambda: llm.num_resumed
     metrics.grammars = llm.inputs.grammars.stats
+    if "transcribe" in llm.front_end.pooling.tasks:
+        _check_decoder()
     resolver = make_resolver(options.lora_resolver, options.lora_folder)
     formats = ChatFormats(options.tool_call_parser, options.reasoning_parser)
     responses = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
     images, events = ImageInputs(llm, options), EngineEvents(llm, metrics.latencies)
     return Service(llm, options, metrics, model_names, limit, formats, responses, images, events, tracer, resolver)
+
+
+def _check_decoder() -> None:
+    """Says at the start that recordings cannot be decoded; requests say it too."""
+    from octavo.speech.audio_files import import_soundfile  # with numpy, of which other models need nothing
+
+    try:
+        import_soundfile()
+    except ConfigError as e:
+        logger.error("no recording can be transcribed: %s", e)
 
 
 def engine_request_id(response_id: str, index: int, count: int) -> str:

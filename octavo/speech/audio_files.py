@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.errors import AudioError, ConfigError
+from octavo.core.extras import install_extra
 from octavo.speech.audio_containers import check_complete, guess_format
 from octavo.speech.log_mel import SAMPLE_RATE
 from octavo.speech.resampling import Resampler
@@ -22,12 +23,22 @@ AudioSource = str | os.PathLike[str] | bytes | BinaryIO
 #: Or samples in memory: floats at 16 kHz, or with their rate.
 Audio = AudioSource | NDArray[Any] | tuple[NDArray[Any], int]
 ACCEPTED = "wav, flac, ogg (Vorbis or Opus) and mp3 are read"
-#: Seconds that are decoded at once, which bounds what a long recording takes in memory.
+#: What ``ACCEPTED`` says, by libsndfile's names. It knows some twenty more, which are seldom used and little tested.
+_CONTAINERS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3"})
+#: Seconds of samples in memory that are resampled at once.
 _PIECE_SECONDS = 10
+#: Samples of one channel that ``Decoder.read`` gives at most, and samples of all channels that it decodes at once: they
+#: bound what a recording takes in memory, whatever rate and channels it has.
+MAX_READ = 1 << 21
+_BLOCK_SAMPLES = 1 << 18
+#: Samples of all channels that one ``Decoder.read`` decodes at most, which bounds its time.
+_MAX_READ_SAMPLES = 1 << 25
 _MAX_CHANNELS = 64
 _RATES = (1_000, 768_000)
 #: A codec counts a few frames more or less than it gives; of more than this share of a recording it is cut off.
 _MISSING_SECONDS = 0.5
+#: Seconds before a place from which on a file is decoded to go on there as if all before it had been.
+_PREROLL_SECONDS = 1
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,8 @@ class AudioLimits:
     max_bytes: int = 1 << 30
     #: Seconds of audio, as the file says and as it turns out to have.
     max_seconds: float = 4 * 3600.0
+    #: Samples of all channels: 4 hours of 6 channels at 48 kHz. They are what decoding takes time for.
+    max_samples: int = 1 << 32
 
 
 DEFAULT_LIMITS = AudioLimits()
@@ -68,10 +81,159 @@ class OpenedAudio(ABC):
         self.close()
 
 
-class Recording(OpenedAudio):
-    """An opened recording, decoded as its pieces are taken.
+@dataclass(frozen=True)
+class AudioFacts:
+    """What a file says of itself."""
 
-    Owns the file that it was opened from; ``close`` it, or use it as a context manager.
+    rate: int
+    channels: int
+    #: Samples of each channel.
+    frames: int
+
+    @property
+    def seconds(self) -> float:
+        """How long it says that it lasts."""
+        return self.frames / self.rate
+
+
+class Decoder:
+    """A file of a known container, decoded from its beginning on, its channels mixed."""
+
+    def __init__(self, stream: BinaryIO, limits: AudioLimits, name: str) -> None:
+        """Reads the beginning of ``stream``, which stays the caller's; ``name``: what errors call it.
+
+        Raises:
+            AudioError: it is no audio that can be decoded, is cut off, has no samples, or is beyond a limit.
+            ConfigError: the package that decodes is not installed.
+        """
+        soundfile = import_soundfile()
+        self._name = name
+        try:
+            size = stream.seek(0, io.SEEK_END)
+        except (OSError, ValueError) as e:  # a pipe, or closed
+            raise AudioError(f"{name} cannot be read: {getattr(e, 'strerror', None) or e}") from None
+        if size > limits.max_bytes:
+            raise AudioError(f"{name} has {size} bytes; at most {limits.max_bytes} are taken")
+        if not size:
+            raise AudioError(f"{name} is empty: 0 bytes; {ACCEPTED}")
+        try:
+            check_complete(stream, name)
+            stream.seek(0)
+            self._file = soundfile.SoundFile(stream)
+        except (soundfile.SoundFileError, RuntimeError, TypeError, OSError) as e:
+            stream.seek(0)
+            what = guess_format(stream.read(4096))
+            raise AudioError(f"{name} is {what or 'no audio that can be decoded'} ({_reason(e)}); {ACCEPTED}") from None
+        self.facts = AudioFacts(self._file.samplerate, self._file.channels, self._file.frames)
+        #: Samples of each channel that have been read.
+        self.position = 0
+        try:
+            self._check(limits)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Gives up the decoder; no other thread may be reading."""
+        self._file.close()
+
+    def _check(self, limits: AudioLimits) -> None:
+        name, facts, (low, high) = self._name, self.facts, _RATES
+        if self._file.format not in _CONTAINERS:
+            raise AudioError(f"{name} is {self._file.format_info}, no audio format that is read here; {ACCEPTED}")
+        if not low <= facts.rate <= high:
+            raise AudioError(f"{name} has {facts.rate} samples a second; expected {low} to {high}")
+        if not 1 <= facts.channels <= _MAX_CHANNELS:
+            raise AudioError(f"{name} has {facts.channels} channels; at most {_MAX_CHANNELS} are mixed")
+        if facts.frames <= 0:
+            raise AudioError(f"{name} holds no audio: it has 0 samples")
+        if facts.seconds > limits.max_seconds:
+            raise _too_long(name, f"says that it lasts {facts.seconds:.0f} s", limits)
+        if (samples := facts.frames * facts.channels) > limits.max_samples:
+            raise AudioError(
+                f"{name} says that it has {samples} samples in {facts.channels} channels; at most "
+                f"{limits.max_samples} are taken: send it with fewer channels or at a lower rate"
+            )
+
+    def read(self, frames: int = MAX_READ) -> NDArray[np.float32]:
+        """The next samples, at most ``frames`` and ``MAX_READ``, channels mixed; none at the end.
+
+        Raises:
+            AudioError: they cannot be decoded, or are not finite numbers.
+        """
+        channels, parts = self.facts.channels, [np.empty(0, np.float32)]
+        frames = min(frames, MAX_READ, _MAX_READ_SAMPLES // channels)
+        while frames > 0 and len(part := self._read_block(min(frames, _BLOCK_SAMPLES // channels))):
+            parts.append(part)
+            frames -= len(part)
+            self.position += len(part)
+        return np.concatenate(parts)
+
+    def _read_block(self, frames: int) -> NDArray[np.float32]:
+        try:
+            block: NDArray[np.float32] = self._file.read(frames, dtype="float32", always_2d=True)
+        except (RuntimeError, OSError) as e:
+            seconds = self.position / self.facts.rate
+            raise AudioError(f"{self._name} is damaged after {seconds:.2f} s: {_reason(e)}") from None
+        mono = block[:, 0] if block.shape[1] == 1 else block.mean(axis=1, dtype=np.float32)
+        if not np.isfinite(mono).all():
+            raise AudioError(f"{self._name} has samples that are not finite numbers")
+        return mono
+
+    def skip_to(self, position: int) -> None:
+        """Goes on at a later sample; what follows is the same bits as if all before it had been read.
+
+        In mp3 it is read: after a jump, libsndfile's decoder gives other samples.
+        """
+        before = position - _PREROLL_SECONDS * self.facts.rate
+        if before > self.position and self._file.format != "MP3" and self._file.seekable():
+            self._file.seek(before)
+            self.position = before
+        while self.position < position and len(self.read(position - self.position)):
+            pass
+
+
+class Converter:
+    """Makes 16 kHz of the samples of a file, and checks that there are as many as it says."""
+
+    def __init__(self, facts: AudioFacts, limits: AudioLimits, name: str) -> None:
+        self._facts, self._limits, self._name = facts, limits, name
+        self._resampler = Resampler(facts.rate, SAMPLE_RATE)
+        self._taken = 0
+
+    def feed(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        """What the samples so far determine and was not given yet. ``samples``: float32 [n], the next ones.
+
+        Raises:
+            AudioError: there are more than the file says and than is allowed.
+        """
+        facts = self._facts
+        self._taken += len(samples)
+        if self._taken > self._limits.max_seconds * facts.rate + facts.rate:
+            raise _too_long(self._name, f"lasts more than the {facts.seconds:.0f} s that it says", self._limits)
+        return self._resampler.feed(samples)
+
+    def finish(self) -> NDArray[np.float32]:
+        """The rest, after the last samples.
+
+        Raises:
+            AudioError: there are fewer samples than the file says, or none.
+        """
+        seconds, says = self._taken / self._facts.rate, self._facts.seconds
+        if seconds < says - max(_MISSING_SECONDS, 0.01 * says):
+            raise AudioError(
+                f"{self._name} is cut off: it says that it lasts {says:.2f} s, and {seconds:.2f} s can be decoded"
+            )
+        if not self._taken:
+            raise AudioError(f"{self._name} holds no audio: it has 0 samples")
+        return self._resampler.finish()
+
+
+class Recording(OpenedAudio):
+    """An opened recording, decoded in this process as its pieces are taken.
+
+    Owns the file that it was opened from; ``close`` it, or use it as a context manager. For a program's own files,
+    which are read where they are; what strangers send is decoded in the sandbox (``audio_reader.py``).
     """
 
     def __init__(self, source: AudioSource, limits: AudioLimits = DEFAULT_LIMITS, name: str | None = None) -> None:
@@ -85,107 +247,35 @@ class Recording(OpenedAudio):
         self._limits = limits
         self._stream = self._opened(source)
         try:
-            self._file = self._decoder()
+            self._decoder = Decoder(self._stream, limits, self.name)
         except BaseException:
             self._stream.close()
             raise
-        self._rate = self._file.samplerate
-        self.seconds = self._file.frames / self._rate
+        self.seconds = self._decoder.facts.seconds
 
     def close(self) -> None:
         """See ``OpenedAudio``."""
-        self._file.close()
+        self._decoder.close()
         self._stream.close()
 
     def _opened(self, source: AudioSource) -> BinaryIO:
         if isinstance(source, bytes):
-            stream: BinaryIO = io.BytesIO(source)
-        elif isinstance(source, str | os.PathLike):
-            try:
-                stream = open(source, "rb")  # noqa: SIM115 - held until ``close``
-            except (OSError, ValueError) as e:
-                raise AudioError(f"{self.name} cannot be read: {getattr(e, 'strerror', None) or e}") from None
-        else:
-            stream = source
+            return io.BytesIO(source)
+        if not isinstance(source, str | os.PathLike):
+            return source
         try:
-            size = stream.seek(0, io.SEEK_END)
-            stream.seek(0)
-        except OSError as e:
-            raise AudioError(f"{self.name} cannot be read: {e.strerror}") from None
-        if size > self._limits.max_bytes:
-            raise AudioError(f"{self.name} has {size} bytes; at most {self._limits.max_bytes} are taken")
-        if not size:
-            raise AudioError(f"{self.name} is empty: 0 bytes; {ACCEPTED}")
-        return stream
-
-    def _decoder(self) -> Any:
-        soundfile = _soundfile()
-        try:
-            check_complete(self._stream, self.name)
-            self._stream.seek(0)
-            file = soundfile.SoundFile(self._stream)
-        except (soundfile.SoundFileError, RuntimeError, TypeError, OSError) as e:
-            self._stream.seek(0)
-            what = guess_format(self._stream.read(4096))
-            reason = str(getattr(e, "error_string", e)).strip().rstrip(".")
-            raise AudioError(
-                f"{self.name} is {what or 'no audio that can be decoded'} ({reason}); {ACCEPTED}"
-            ) from None
-        try:
-            self._check(file)
-        except BaseException:
-            file.close()
-            raise
-        return file
-
-    def _check(self, file: Any) -> None:
-        low, high = _RATES
-        if not low <= file.samplerate <= high:
-            raise AudioError(f"{self.name} has {file.samplerate} samples a second; expected {low} to {high}")
-        if not 1 <= file.channels <= _MAX_CHANNELS:
-            raise AudioError(f"{self.name} has {file.channels} channels; at most {_MAX_CHANNELS} are mixed")
-        if file.frames <= 0:
-            raise AudioError(f"{self.name} holds no audio: it has 0 samples")
-        if (seconds := file.frames / file.samplerate) > self._limits.max_seconds:
-            raise self._too_long(f"says that it lasts {seconds:.0f} s")
-
-    def _too_long(self, what: str) -> AudioError:
-        return AudioError(f"{self.name} {what}; at most {self._limits.max_seconds:g} s are taken")
+            return open(source, "rb")
+        except (OSError, ValueError) as e:
+            raise AudioError(f"{self.name} cannot be read: {getattr(e, 'strerror', None) or e}") from None
 
     def pieces(self) -> Iterator[NDArray[np.float32]]:
         """See ``OpenedAudio``."""
-        resampler = Resampler(self._rate, SAMPLE_RATE)
-        taken = 0
-        while True:
-            block = self._read(_PIECE_SECONDS * self._rate)
-            taken += len(block)
-            if taken > self._limits.max_seconds * self._rate + self._rate:
-                raise self._too_long(f"lasts more than the {self.seconds:.0f} s that it says")
-            if not len(block):
-                break
-            if len(piece := resampler.feed(block)):
+        converter = Converter(self._decoder.facts, self._limits, self.name)
+        while len(samples := self._decoder.read(_PIECE_SECONDS * self._decoder.facts.rate)):
+            if len(piece := converter.feed(samples)):
                 yield piece
-        if taken / self._rate < self.seconds - max(_MISSING_SECONDS, 0.01 * self.seconds):
-            raise AudioError(
-                f"{self.name} is cut off: it says that it lasts {self.seconds:.2f} s, and {taken / self._rate:.2f} s "
-                "can be decoded"
-            )
-        if not taken:
-            raise AudioError(f"{self.name} holds no audio: it has 0 samples")
-        if len(piece := resampler.finish()):
+        if len(piece := converter.finish()):
             yield piece
-
-    def _read(self, frames: int) -> NDArray[np.float32]:
-        """The next samples, channels mixed; none at the end."""
-        try:
-            block: NDArray[np.float32] = self._file.read(frames, dtype="float32", always_2d=True)
-        except (RuntimeError, OSError) as e:
-            reason = str(getattr(e, "error_string", e)).strip().rstrip(".")
-            raise AudioError(f"{self.name} is damaged after {self._file.tell() / self._rate:.2f} s: {reason}") from None
-        mono = block[:, 0] if block.shape[1] == 1 else block.mean(axis=1, dtype=np.float32)
-        if not np.isfinite(mono).all():
-            raise AudioError(f"{self.name} has samples that are not finite numbers")
-        return mono
 
 
 class Samples(OpenedAudio):
@@ -240,11 +330,24 @@ def open_audio(audio: Audio, limits: AudioLimits = DEFAULT_LIMITS, name: str | N
     return Samples(audio, SAMPLE_RATE, limits)
 
 
-def _soundfile() -> Any:
+def import_soundfile() -> Any:
+    """The module ``soundfile``.
+
+    Raises:
+        ConfigError: the package is not installed, or its library cannot be loaded.
+    """
     try:
         import soundfile
     except (ImportError, OSError) as e:  # OSError: the library that it wraps is missing
         raise ConfigError(
-            f"reading recordings needs the package soundfile, which fails to import ({e}): pip install 'octavo[audio]'"
+            f"reading recordings needs the package soundfile, which fails to import ({e}): {install_extra('audio')}"
         ) from None
     return soundfile
+
+
+def _too_long(name: str, what: str, limits: AudioLimits) -> AudioError:
+    return AudioError(f"{name} {what}; at most {limits.max_seconds:g} s are taken")
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "error_string", error)).strip().rstrip(".")

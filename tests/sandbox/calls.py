@@ -41,6 +41,30 @@ def fill(content: bytes) -> bytes:
         text += text
 
 
+def join(content: bytes, data: bytes) -> bytes:
+    return content + data
+
+
+def number_then_hold(folder: bytes) -> bytes:
+    """Leaves a file named after its process, and waits until the file ``go`` is beside it."""
+    number = str(os.getpid()).encode()
+    with open(os.path.join(folder, number), "w"):
+        pass
+    while not os.path.exists(os.path.join(folder, b"go")):
+        time.sleep(0.01)
+    return number
+
+
+def break_process(content: bytes) -> bytes:
+    """From now on ``crash_if_broken`` crashes in this process."""
+    os.environ["BROKEN"] = "1"
+    return b""
+
+
+def crash_if_broken(content: bytes) -> bytes:
+    return crash(content) if "BROKEN" in os.environ else b"fine"
+
+
 def recurse(content: bytes) -> bytes:
     return recurse(content)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 import psutil
 import pytest
 
-from octavo.core.errors import ClientLimitError
+from octavo.core.errors import ClientLimitError, SandboxError
 from octavo.sandbox import pool
 from octavo.sandbox.pool import MOST_OF_CLIENT, Sandbox
 from octavo.sandbox.process import SandboxAnswer, SandboxCall
@@ -61,6 +62,61 @@ def test_a_supervisors_signal_ends_no_call(sandbox: Sandbox, tmp_path: Path) -> 
     go.touch()
     assert held.result(PATIENCE) == SandboxAnswer(seconds=held.result().seconds)
     assert answer(sandbox, "process").content == str(process.pid).encode()
+
+
+def test_a_call_whose_process_is_killed_is_answered_by_another(sandbox: Sandbox, tmp_path: Path) -> None:
+    held = submit(sandbox, "number_then_hold", tmp_path)
+    eventually(lambda: bool([*tmp_path.iterdir()]))
+    [first] = tmp_path.iterdir()
+    os.kill(int(first.name), signal.SIGKILL)
+    eventually(lambda: len([*tmp_path.iterdir()]) == 2)
+    (tmp_path / "go").touch()
+    found = held.result(PATIENCE)
+    assert not found.failure
+    assert found.content.decode() in {path.name for path in tmp_path.iterdir()} - {first.name}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_a_call_whose_processes_are_killed_one_after_another_ends_as_the_sandboxs_fault(
+    sandbox: Sandbox, number: signal.Signals
+) -> None:
+    with pytest.raises(SandboxError):
+        answer(sandbox, "crash", int(number))
+    assert answer(sandbox, "echo", b"after").content == b"after"
+
+
+def test_a_process_that_cannot_start_is_the_sandboxs_fault(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(SandboxError):
+            answer(sandbox, "echo")
+    assert answer(sandbox, "echo", b"after").content == b"after"
+
+
+def test_what_an_earlier_call_broke_is_not_the_fault_of_the_next(sandbox: Sandbox) -> None:
+    answer(sandbox, "break_process")
+    found = answer(sandbox, "crash_if_broken", int(signal.SIGSEGV))
+    assert (found.content, found.failure) == (b"fine", "")
+
+
+def test_data_comes_beside_the_content(sandbox: Sandbox) -> None:
+    large = os.urandom(5 << 20)
+    call = SandboxCall("tests.sandbox.calls:join", b"a", 60, large)
+    assert sandbox.submit(call, lambda answer: answer.content).result(PATIENCE) == b"a" + large
+    empty = SandboxCall("tests.sandbox.calls:join", b"", 60, b"")
+    assert sandbox.submit(empty, lambda answer: (answer.content, answer.failure)).result(PATIENCE) == (b"", "")
+
+
+def test_calls_about_the_same_run_in_the_same_process(sandbox: Sandbox, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    held = submit(sandbox, "hold", go)
+    eventually(lambda: len(sandbox._idle) == pool.NUM_PROCESSES - 1)
+    number = answer(sandbox, "process", near="a").content
+    go.touch()
+    held.result(PATIENCE)
+    eventually(lambda: len(sandbox._idle) == pool.NUM_PROCESSES)  # and the other was used last
+    assert answer(sandbox, "process", near="b").content != number
+    assert answer(sandbox, "process", near="a").content == number
 
 
 def test_clients_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

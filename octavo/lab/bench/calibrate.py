@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.errors import ConfigError
+from octavo.core.extras import install_extra
 from octavo.core.outputs import RequestOutput
 from octavo.core.plan import StepPlan
 from octavo.engine.llm import LLM
@@ -279,6 +280,6 @@ def least_squares() -> Callable[..., Any]:
     try:
         from scipy.optimize import nnls
     except ImportError:
-        raise ConfigError("a fit needs scipy, which is not installed: pip install 'octavo[lab]'") from None
+        raise ConfigError(f"a fit needs scipy, which is not installed: {install_extra('lab')}") from None
     solve: Callable[..., Any] = nnls
     return solve

@@ -9,6 +9,7 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from octavo.core.threads import finish_in_thread
 from octavo.server.api_errors import ApiError
 from octavo.server.audio.audio_fields import AudioRequest, read_values
 from octavo.server.request_models import read_model
@@ -51,7 +52,7 @@ async def read_form(request: Request, kind: type[R], service: Service) -> tuple[
             what = "is a text" if isinstance(file, str) else "is missing"
             raise ApiError(400, f"file: it {what}; send the recording as a file", param=_FILE, code="missing_file")
         name = f"the file {file.filename[:100]!r}" if file.filename else "the file"
-        data = await file.read()
+        data = await finish_in_thread(file.file.read)
     finally:
         await form.close()
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
@@ -20,7 +19,8 @@ from octavo.server.audio.audio_form import Upload
 from octavo.server.logging import log_fields
 from octavo.server.middleware import client_of
 from octavo.server.service import Service
-from octavo.speech.audio_files import AudioLimits, OpenedAudio, open_audio
+from octavo.speech.audio_files import AudioLimits
+from octavo.speech.audio_reader import AudioReader, SandboxRecording
 from octavo.speech.formats import as_srt, as_text, as_vtt, json_object, verbose_object
 from octavo.speech.segments import Segment, Transcription
 from octavo.speech.transcription_params import Task, TranscriptionParams
@@ -59,7 +59,7 @@ def wants_words(body: AudioRequest) -> bool:
 
 
 class AudioRun:
-    """Owns the opened recording of a request; its windows are requests of the engine."""
+    """The recording of a request, decoded in the sandbox; its windows are requests of the engine."""
 
     def __init__(self, request: Request, service: Service, body: AudioRequest, task: Task) -> None:
         """Raises:
@@ -109,18 +109,20 @@ class AudioRun:
             message = "the engine failed on the recording"
             raise ApiError(500, message, kind="server_error", param="file", code="engine_error") from None
         finally:
-            opened.close()
             service.metrics.finished(reason).inc()
 
-    async def _open(self, upload: Upload) -> OpenedAudio:
+    async def _open(self, upload: Upload) -> SandboxRecording:
         options = self._service.options
-        limits = AudioLimits(options.max_audio_bytes, options.max_audio_seconds)
+        reader = AudioReader(
+            self._service.llm.inputs.sandbox, AudioLimits(options.max_audio_bytes, options.max_audio_seconds)
+        )
         try:
-            return await asyncio.to_thread(open_audio, upload.data, limits, upload.name)
+            return await reader.open(upload.data, client=self._options.client, name=upload.name)
         except AudioError as e:
             raise invalid_audio(e) from None
         except ConfigError as e:
-            raise ApiError(501, str(e), kind="server_error", code="audio_not_installed") from None
+            # Not a 501, which would say it better: clients try again what has a status from 500 on.
+            raise ApiError(400, str(e), param="file", code="audio_not_installed") from None
 
     def _count(self, made: Transcription) -> None:
         metrics = self._service.metrics

@@ -45,7 +45,7 @@ def test_a_fit_is_the_best_of_all_subsets_of_its_terms() -> None:
 
 def test_without_scipy_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(ConfigError, match=r"a fit needs scipy, which is not installed: pip install 'octavo\[lab\]'"):
+    with pytest.raises(ConfigError, match=r"a fit needs scipy, which is not installed: .*octavo\[lab\]"):
         relative_fit(np.ones((3, 1)), np.ones(3))
 
 
