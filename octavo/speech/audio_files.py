@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -25,19 +26,18 @@ Audio = AudioSource | NDArray[Any] | tuple[NDArray[Any], int]
 ACCEPTED = "wav, flac, ogg (Vorbis or Opus) and mp3 are read"
 #: What ``ACCEPTED`` says, by libsndfile's names. It knows some twenty more, which are seldom used and little tested.
 _CONTAINERS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3"})
-#: Seconds of samples in memory that are resampled at once.
-_PIECE_SECONDS = 10
-#: Samples of one channel that ``Decoder.read`` gives at most, and samples of all channels that it decodes at once: they
-#: bound what a recording takes in memory, whatever rate and channels it has.
-MAX_READ = 1 << 21
-_BLOCK_SAMPLES = 1 << 18
-#: Samples of all channels that one ``Decoder.read`` decodes at most, which bounds its time.
-_MAX_READ_SAMPLES = 1 << 25
+#: Seconds that are decoded and resampled at once, and samples of all channels: they bound what a recording takes in
+#: memory, whatever rate and channels it has.
+_BLOCK_SECONDS = 10
+_BLOCK_SAMPLES = 1 << 21
 _MAX_CHANNELS = 64
 _RATES = (1_000, 768_000)
+#: Longest period, in samples, after which a rate and 16 kHz meet again: to convert takes transforms four times as long.
+#: All rates up to it have a shorter one, and of higher ones those that are in use.
+_MAX_PERIOD = 50_000
 #: A codec counts a few frames more or less than it gives; of more than this share of a recording it is cut off.
 _MISSING_SECONDS = 0.5
-#: Seconds before a place from which on a file is decoded to go on there as if all before it had been.
+#: Seconds before a sample at which decoding begins that is to go on there as if all before had been decoded.
 _PREROLL_SECONDS = 1
 
 
@@ -125,6 +125,8 @@ class Decoder:
             what = guess_format(stream.read(4096))
             raise AudioError(f"{name} is {what or 'no audio that can be decoded'} ({_reason(e)}); {ACCEPTED}") from None
         self.facts = AudioFacts(self._file.samplerate, self._file.channels, self._file.frames)
+        #: Samples of each channel that are read at once.
+        self.block = min(_BLOCK_SECONDS * self.facts.rate, _BLOCK_SAMPLES // max(1, self.facts.channels))
         #: Samples of each channel that have been read.
         self.position = 0
         try:
@@ -143,6 +145,11 @@ class Decoder:
             raise AudioError(f"{name} is {self._file.format_info}, no audio format that is read here; {ACCEPTED}")
         if not low <= facts.rate <= high:
             raise AudioError(f"{name} has {facts.rate} samples a second; expected {low} to {high}")
+        if facts.rate // math.gcd(facts.rate, SAMPLE_RATE) > _MAX_PERIOD:
+            raise AudioError(
+                f"{name} has {facts.rate} samples a second, a rate that takes long to convert: send it at a usual one, "
+                "such as 48000"
+            )
         if not 1 <= facts.channels <= _MAX_CHANNELS:
             raise AudioError(f"{name} has {facts.channels} channels; at most {_MAX_CHANNELS} are mixed")
         if facts.frames <= 0:
@@ -155,41 +162,37 @@ class Decoder:
                 f"{limits.max_samples} are taken: send it with fewer channels or at a lower rate"
             )
 
-    def read(self, frames: int = MAX_READ) -> NDArray[np.float32]:
-        """The next samples, at most ``frames`` and ``MAX_READ``, channels mixed; none at the end.
+    def read(self) -> NDArray[np.float32]:
+        """The next samples, float32 [n], channels mixed: a block, or what there is of it before the end.
 
         Raises:
             AudioError: they cannot be decoded, or are not finite numbers.
         """
-        channels, parts = self.facts.channels, [np.empty(0, np.float32)]
-        frames = min(frames, MAX_READ, _MAX_READ_SAMPLES // channels)
-        while frames > 0 and len(part := self._read_block(min(frames, _BLOCK_SAMPLES // channels))):
-            parts.append(part)
-            frames -= len(part)
-            self.position += len(part)
-        return np.concatenate(parts)
+        return self._read(self.block)
 
-    def _read_block(self, frames: int) -> NDArray[np.float32]:
+    def _read(self, frames: int) -> NDArray[np.float32]:
         try:
             block: NDArray[np.float32] = self._file.read(frames, dtype="float32", always_2d=True)
         except (RuntimeError, OSError) as e:
             seconds = self.position / self.facts.rate
             raise AudioError(f"{self._name} is damaged after {seconds:.2f} s: {_reason(e)}") from None
+        self.position += len(block)
         mono = block[:, 0] if block.shape[1] == 1 else block.mean(axis=1, dtype=np.float32)
         if not np.isfinite(mono).all():
             raise AudioError(f"{self._name} has samples that are not finite numbers")
         return mono
 
     def skip_to(self, position: int) -> None:
-        """Goes on at a later sample; what follows is the same bits as if all before it had been read.
+        """Goes on after a later block, at the sample ``position``, with the bits that follow where all are read.
 
-        In mp3 it is read: after a jump, libsndfile's decoder gives other samples.
+        mp3 is read up to there, block by block: after a jump its decoder gives other samples, and where a read ends
+        makes a difference of a bit.
         """
         before = position - _PREROLL_SECONDS * self.facts.rate
         if before > self.position and self._file.format != "MP3" and self._file.seekable():
             self._file.seek(before)
             self.position = before
-        while self.position < position and len(self.read(position - self.position)):
+        while self.position < position and len(self._read(min(self.block, position - self.position))):
             pass
 
 
@@ -271,7 +274,7 @@ class Recording(OpenedAudio):
     def pieces(self) -> Iterator[NDArray[np.float32]]:
         """See ``OpenedAudio``."""
         converter = Converter(self._decoder.facts, self._limits, self.name)
-        while len(samples := self._decoder.read(_PIECE_SECONDS * self._decoder.facts.rate)):
+        while len(samples := self._decoder.read()):
             if len(piece := converter.feed(samples)):
                 yield piece
         if len(piece := converter.finish()):
@@ -307,7 +310,7 @@ class Samples(OpenedAudio):
 
     def pieces(self) -> Iterator[NDArray[np.float32]]:
         """See ``OpenedAudio``."""
-        resampler, size = Resampler(self._rate, SAMPLE_RATE), _PIECE_SECONDS * self._rate
+        resampler, size = Resampler(self._rate, SAMPLE_RATE), _BLOCK_SECONDS * self._rate
         for start in range(0, len(self._mono), size):
             if len(piece := resampler.feed(self._mono[start : start + size])):
                 yield piece

@@ -26,6 +26,9 @@ from octavo.speech.audio_files import ACCEPTED, DEFAULT_LIMITS, AudioFacts, Audi
 #: Of processor time for one call. It is for mp3, of which a call may have to decode again all that is before: 4 hours
 #: take some 10.
 SECONDS = 30.0
+#: Samples that a call gives, and samples of all channels that it decodes for them: they bound its memory and its time.
+_MOST_SAMPLES = 1 << 21
+_MOST_DECODED = 1 << 25
 #: Decoders that a process keeps, and bytes of their files; the one used last may be larger.
 _MOST_KEPT = 16
 _MOST_KEPT_BYTES = 64 << 20
@@ -162,10 +165,12 @@ def decode_call(content: bytes, data: bytes) -> bytes:
         if decoder is None or decoder.position != request.position:
             decoder = Decoder(io.BytesIO(data), request.limits, request.name)
             decoder.skip_to(request.position)
-        samples = decoder.read()
-        if len(samples):
+        parts, most = [decoder.read()], min(_MOST_SAMPLES, _MOST_DECODED // decoder.facts.channels)
+        while len(parts[-1]) and decoder.position + decoder.block <= request.position + most:
+            parts.append(decoder.read())
+        if len(parts[0]):
             _keep(request.key, decoder, len(data))
-        answer = _Answer(decoder.facts, samples.tobytes())
+        answer = _Answer(decoder.facts, np.concatenate(parts).tobytes())
     except (AudioError, ConfigError) as e:
         answer = _Answer(error=str(e), is_config=isinstance(e, ConfigError))
     return msgspec.msgpack.encode(answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import soundfile
 from numpy.typing import NDArray
 
 from octavo.core.errors import AudioError, ConfigError, InvalidRequestError
-from octavo.speech.audio_files import AudioLimits, Recording
+from octavo.speech.audio_files import AudioLimits, Decoder, Recording, import_soundfile
 
 SECONDS = 2.0
 
@@ -25,7 +26,9 @@ def tone(rate: int, channels: int = 1, seconds: float = SECONDS) -> NDArray[np.f
 
 def encoded(samples: NDArray[np.float32], rate: int, kind: str = "WAV", subtype: str | None = None) -> bytes:
     out = io.BytesIO()
-    soundfile.write(out, samples, rate, format=kind, subtype=subtype)
+    with soundfile.SoundFile(out, "w", rate, samples.shape[1], subtype, format=kind) as file:
+        for start in range(0, len(samples), 1 << 16):  # its Vorbis encoder takes stack for all that it is given at once
+            file.write(samples[start : start + (1 << 16)])
     return out.getvalue()
 
 
@@ -158,6 +161,74 @@ def test_without_the_package_that_decodes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "soundfile", None)
     with pytest.raises(ConfigError, match=r"pip install .*soundfile.*octavo\[audio\]"):
         Recording(encoded(tone(16_000), 16_000))
+
+
+def test_a_library_that_cannot_be_loaded_is_a_missing_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "soundfile.py").write_text("raise OSError('sndfile library not found')")
+    monkeypatch.delitem(sys.modules, "soundfile")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"sndfile library not found.*pip install .*soundfile"):
+        import_soundfile()
+
+
+@pytest.mark.parametrize("kind", ["AIFF", "AU", "CAF", "W64", "VOC", "IRCAM", "PAF", "MAT5", "SVX"])
+def test_other_containers_are_refused_by_name(kind: str) -> None:
+    named = soundfile.available_formats()[kind]
+    with pytest.raises(AudioError) as error:
+        read(encoded(tone(16_000), 16_000, kind, "PCM_16"))
+    assert named in str(error.value)
+    assert "wav, flac, ogg (Vorbis or Opus) and mp3" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["WAVEX", "RF64"])
+def test_kinds_of_wav_are_read(kind: str) -> None:
+    assert len(read(encoded(tone(16_000), 16_000, kind))) == 32_000
+
+
+@pytest.mark.parametrize(("channels", "rate"), [(8, 655_350), (1, 655_350), (1, 49_999), (1, 1_009)])
+def test_memory_does_not_grow_with_channels_and_rate(channels: int, rate: int) -> None:
+    """Ten seconds of the first are 210 MB."""
+    data = io.BytesIO()
+    with soundfile.SoundFile(data, "w", rate, channels, format="FLAC") as file:
+        for _ in range(10):
+            file.write(np.zeros((rate, channels), np.int16))
+    with Recording(data.getvalue()) as recording:
+        tracemalloc.start()
+        num_samples = sum(len(piece) for piece in recording.pieces())
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert num_samples == 160_000
+    assert peak < 96 << 20
+
+
+@pytest.mark.parametrize("rate", [999, 768_001, 383_999, 50_021])
+def test_rates_that_nobody_uses_are_refused(rate: int) -> None:
+    with pytest.raises(AudioError, match=f"has {rate} samples a second"):
+        read(encoded(tone(rate, 1, 0.1), rate))
+
+
+@pytest.mark.parametrize("rate", [1_000, 11_127, 44_056, 88_200, 96_000, 176_400, 192_000, 352_800, 384_000, 768_000])
+def test_rates_that_are_in_use_are_read(rate: int) -> None:
+    assert abs(len(read(encoded(tone(rate, 1, 0.5), rate))) - 8_000) < 20
+
+
+def test_samples_of_all_channels_are_limited() -> None:
+    data = encoded(tone(16_000, 6, 1.0), 16_000)
+    assert len(read(data, max_samples=96_000)) == 16_000
+    with pytest.raises(AudioError, match="96000 samples in 6 channels; at most 95999 are taken"):
+        read(data, max_samples=95_999)
+
+
+def test_a_decoder_goes_on_after_any_block_with_the_same_bits() -> None:
+    samples = tone(16_000, 2, 30.0) + 0.1 * noise(480_000)
+    for kind, subtype in (("WAV", "PCM_16"), ("WAV", "IMA_ADPCM"), ("FLAC", None), ("OGG", "VORBIS"), ("MP3", None)):
+        data = encoded(samples, 16_000, kind, subtype)
+        decoder = Decoder(io.BytesIO(data), AudioLimits(), "it")
+        for place, block in [(decoder.position, decoder.read()) for _ in range(3)]:
+            decoder = Decoder(io.BytesIO(data), AudioLimits(), "it")
+            decoder.skip_to(place)
+            assert decoder.position == place
+            assert np.array_equal(decoder.read(), block), (kind, place)
 
 
 def test_errors_are_those_of_a_bad_request() -> None:
