@@ -32,6 +32,8 @@ _BLOCK_SECONDS = 10
 _BLOCK_SAMPLES = 1 << 21
 _MAX_CHANNELS = 64
 _RATES = (1_000, 768_000)
+#: Of all channels: 64 at 64 kHz, or 5 at 768 kHz. To decode 64 at 768 kHz takes longer than they last.
+_MAX_SAMPLES_PER_SECOND = 1 << 22
 #: Longest period, in samples, after which a rate and 16 kHz meet again: to convert takes transforms four times as long.
 #: All rates up to it have a shorter one, and of higher ones those that are in use.
 _MAX_PERIOD = 50_000
@@ -152,6 +154,11 @@ class Decoder:
             )
         if not 1 <= facts.channels <= _MAX_CHANNELS:
             raise AudioError(f"{name} has {facts.channels} channels; at most {_MAX_CHANNELS} are mixed")
+        if (samples := facts.rate * facts.channels) > _MAX_SAMPLES_PER_SECOND:
+            raise AudioError(
+                f"{name} has {facts.channels} channels of {facts.rate} samples a second, {samples} in all; at most "
+                f"{_MAX_SAMPLES_PER_SECOND} are mixed: send it with fewer channels or at a lower rate"
+            )
         if facts.frames <= 0:
             raise AudioError(f"{name} holds no audio: it has 0 samples")
         if facts.seconds > limits.max_seconds:

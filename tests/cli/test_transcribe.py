@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,17 @@ def test_wrong_calls(
 ) -> None:
     assert octavo("transcribe", *words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_without_what_decodes_no_model_is_looked_for(
+    octavo: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    monkeypatch.setattr("octavo.engine.model_files.find_files", lambda config: pytest.fail("a model is looked for"))
+    assert octavo("transcribe", SPEECH) == 2
+    error = capsys.readouterr().err
+    assert f"{sys.executable} -m pip install" in error
+    assert "soundfile" in error
 
 
 def test_a_model_for_texts_is_refused_before_it_is_loaded(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import openai
+import psutil
 import pytest
 import soundfile
 
@@ -198,6 +202,56 @@ def test_requests_of_the_other_kind_are_refused_by_name(server: Running, vector_
     answer = post(vector_server)
     assert answer.status_code == 400
     assert "cannot transcribe recordings" in error_of(answer)["message"]
+
+
+def test_clients_that_hang_up_leave_the_server_alive(server: Running) -> None:
+    data = speech(45.0)
+
+    async def hang_up(http: httpx.AsyncClient, seconds: float) -> None:
+        with contextlib.suppress(httpx.TimeoutException):
+            await http.post("/v1/audio/transcriptions", files={"file": ("long.flac", data)}, timeout=seconds)
+
+    async def hang_up_all() -> None:
+        async with httpx.AsyncClient(base_url=server.url) as http:
+            for number in range(10):
+                await asyncio.gather(*(hang_up(http, 0.01 + 0.03 * number + 0.02 * i) for i in range(4)))
+
+    asyncio.run(hang_up_all())
+    server.wait_until_idle()
+    assert server.process.poll() is None
+    assert post(server).status_code == 200
+
+
+def test_recordings_outlive_processes_that_decode_them(server: Running) -> None:
+    expected, data = post(server, file=SPEECH.read_bytes()).json(), SPEECH.read_bytes()
+
+    def decoders() -> list[psutil.Process]:
+        children = psutil.Process(server.process.pid).children()
+        return [child for child in children if "octavo.sandbox.process" in child.cmdline()]
+
+    assert decoders()
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(post, server, file=data) for _ in range(4)]
+        for process in decoders():
+            process.kill()
+    for answer in answers:
+        assert answer.result().status_code == 200
+        assert answer.result().json() == expected
+
+
+@pytest.mark.parametrize("error", ["OSError('no library')", "ModuleNotFoundError('_soundfile_data')"])
+def test_without_what_decodes_the_server_says_so_at_start_and_clients_do_not_try_again(
+    error: str, tmp_path: Path
+) -> None:
+    (tmp_path / "soundfile.py").write_text(f"raise {error}")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    with running("whisper-tiny.en", tmp_path / "log", "--num-threads", "1", env=env) as server:
+        assert "soundfile" in server.wait_for_log("pip install")
+        for stream in ("false", "true"):
+            answer = post(server, stream=stream)
+            assert answer.status_code == 400
+            assert error_of(answer)["code"] == "audio_not_installed"
+            assert "pip install" in error_of(answer)["message"]
 
 
 @pytest.mark.slow

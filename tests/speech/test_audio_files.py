@@ -157,6 +157,12 @@ def test_too_many_channels() -> None:
         read(encoded(tone(16_000, 65, 0.1), 16_000, "WAV", "PCM_16"))
 
 
+def test_too_many_channels_for_the_rate() -> None:
+    assert len(read(encoded(tone(48_000, 64, 0.1), 48_000))) == 1_600
+    with pytest.raises(AudioError, match="64 channels of 192000 samples a second"):
+        read(encoded(tone(192_000, 64, 0.1), 192_000))
+
+
 def test_without_the_package_that_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "soundfile", None)
     with pytest.raises(ConfigError, match=r"pip install .*soundfile.*octavo\[audio\]"):
@@ -185,9 +191,9 @@ def test_kinds_of_wav_are_read(kind: str) -> None:
     assert len(read(encoded(tone(16_000), 16_000, kind))) == 32_000
 
 
-@pytest.mark.parametrize(("channels", "rate"), [(8, 655_350), (1, 655_350), (1, 49_999), (1, 1_009)])
+@pytest.mark.parametrize(("channels", "rate"), [(8, 384_000), (1, 655_350), (1, 49_999), (1, 1_009)])
 def test_memory_does_not_grow_with_channels_and_rate(channels: int, rate: int) -> None:
-    """Ten seconds of the first are 210 MB."""
+    """Ten seconds of the first are 123 MB."""
     data = io.BytesIO()
     with soundfile.SoundFile(data, "w", rate, channels, format="FLAC") as file:
         for _ in range(10):
@@ -198,7 +204,7 @@ def test_memory_does_not_grow_with_channels_and_rate(channels: int, rate: int) -
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert num_samples == 160_000
-    assert peak < 96 << 20
+    assert peak < 64 << 20
 
 
 @pytest.mark.parametrize("rate", [999, 768_001, 383_999, 50_021])
