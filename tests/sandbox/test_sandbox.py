@@ -186,6 +186,27 @@ def test_what_nobody_waits_for_is_stopped(sandbox: Sandbox, tmp_path: Path) -> N
         endless.result()
 
 
+def test_what_nobody_waits_for_and_ends_soon_keeps_its_process(sandbox: Sandbox, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    number = answer(sandbox, "process").content
+    held = submit(sandbox, "hold", go)
+    eventually(lambda: any(job.process is not None for job in sandbox._jobs.values()))
+    assert held.cancel()
+    go.touch()
+    eventually(lambda: len(sandbox._idle) == pool.NUM_PROCESSES)
+    assert answer(sandbox, "process").content == number
+
+
+def test_the_time_of_a_call_that_is_stopped_is_that_of_its_processor(sandbox: Sandbox, tmp_path: Path) -> None:
+    answer(sandbox, "process")
+    before = sandbox._taken[""]
+    waits = submit(sandbox, "begin", tmp_path / "number")
+    eventually((tmp_path / "number").exists)
+    assert waits.cancel()
+    eventually(lambda: len(sandbox._idle) == pool.NUM_PROCESSES)
+    assert sandbox._taken[""] - before < pool._GRACE / 2  # it slept
+
+
 def test_the_seconds_of_a_client_are_limited(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox.seconds_per_minute = 0.3
     slow = [submit(sandbox, "loop", seconds=0.2, client="a") for _ in range(20)]

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.requests import Request
 
-from octavo.core.errors import ClientLimitError
+from octavo.core.errors import ClientLimitError, SandboxError
 from octavo.server.api_errors import as_api_error
 from octavo.server.middleware import client_of
 from tests.busy_machine import PATIENCE
@@ -130,6 +130,12 @@ def test_a_client_is_an_api_key_or_an_address() -> None:
     assert sent("fe80::1%eth0") == sent("fe80::2")
     assert sent("::ffff:10.0.0.1") == sent("10.0.0.1") != sent("::ffff:10.0.0.2")
     assert client_of(Request({"type": "http", "client": None})) == ""
+
+
+def test_what_the_sandbox_could_not_finish_is_the_servers_fault() -> None:
+    error = as_api_error(SandboxError("processes were killed"))
+    assert (error.status, error.kind, error.code) == (503, "server_error", "sandbox_failed")
+    assert int((error.headers or {})["Retry-After"]) > 0
 
 
 def test_a_limit_of_a_client_is_answered_as_a_full_queue_is() -> None:
