@@ -120,7 +120,8 @@ class ServerOptions(BaseModel):
         60.0,
         gt=0,
         description="Seconds of processor time within a minute that one client's new schemas, grammars, chat "
-        "templates, images and recordings may take (a client is an API key, or an address where no key is needed); 429 beyond.",
+        "templates, images and recordings may take (a client is an API key, or an address where no key is needed); 429 "
+        "beyond.",
     )
     max_sequences_per_request: int = Field(
         256, ge=1, description="Most sequences that one request may ask for: prompts times n (or best_of)."
