@@ -69,6 +69,8 @@ class CompletionOutput:
     exceeds_kv_cache: bool = False
     #: Whether the error is that the request's adapter could not be loaded.
     adapter_failed: bool = False
+    #: Whether the error is that the request's own fields (its form, ``bad_words``, ...) leave no token to choose.
+    excludes_all_tokens: bool = False
 
     @property
     def finished(self) -> bool:

@@ -48,6 +48,8 @@ MAX_STOPS = 64
 MAX_CANDIDATES = 256
 #: A lower temperature is greedy.
 MIN_TEMPERATURE = 1e-5
+#: How a worker's message begins where every token of the vocabulary is masked.
+NO_TOKEN_LEFT = "no token is left to choose"
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
@@ -247,6 +249,25 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
 _FOREIGN_DEFAULTS = {
     field.name: field.default for field in msgspec.structs.fields(SamplingParams) if field.name in FOREIGN_FIELDS
 }
+
+
+def excluding_fields(params: SamplingParams) -> list[str]:
+    """The fields of a request that may exclude tokens, with the form's own name, such as ``structured_outputs.regex``.
+
+    ``logit_bias`` is not among them: it is finite, so a token that has the least of it can still be chosen.
+    """
+    names = [name for name in ("bad_words", "allowed_token_ids", "min_tokens", "extra_args") if getattr(params, name)]
+    if params.logits_processors:
+        names.append("logits_processors")
+    if params.structured_outputs is not None:
+        names.append(f"structured_outputs.{params.structured_outputs.form}")
+    return names
+
+
+def no_token_message(fields: Sequence[str], num_tokens: int) -> str:
+    """What a request is told whose ``excluding_fields`` leave no token after so many tokens of output."""
+    what = "excludes" if len(fields) == 1 else f"and {', '.join(fields[1:])} together exclude"
+    return f"{fields[0]} {what} every token after {num_tokens} tokens of the output"
 
 
 def check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:

@@ -47,6 +47,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     whitespace_pattern: str | None = None
     #: Objects whose schema names properties and does not speak of further ones have none. None: as the engine's option.
     disable_additional_properties: bool | None = None
+    #: Refuse a JSON schema with keywords that outputs cannot be held to, which are left out otherwise.
+    strict: bool | None = None
     #: Of other engines, which may check by several libraries.
     disable_fallback: bool | None = None
     #: The form begins after the first occurrence of these tokens, such as the end of a model's reasoning.
@@ -80,7 +82,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _check(name, getattr(self, name), str, "text")
         if self.choice is not None and not _texts(self.choice):
             raise InvalidRequestError("structured_outputs.choice must be a list of texts, with at least one")
-        for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
+        for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback", "strict"):
             if not isinstance(getattr(self, name), bool | None):
                 raise InvalidRequestError(f"structured_outputs.{name} must be True or False")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -18,7 +18,7 @@ from octavo.core.prompts import FOREIGN_KEYS, PROMPT_KEYS, Prompt, SplitPrompt
 from octavo.core.reasoning import ReasoningMarks, ThinkingBudget
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
-from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
+from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams, excluding_fields, no_token_message
 from octavo.engine.encoder_prompts import EncoderPrompts
 from octavo.engine.find_tokenizer import NoTokenizer
 from octavo.engine.model_files import ModelFiles
@@ -232,6 +232,7 @@ class InputProcessor:
         if params.logprobs is None and params.num_sequences > params.n:
             params = msgspec.structs.replace(params, logprobs=0)  # the best are chosen by them
         ignored = list(self.eos_token_ids) if params.ignore_eos else []
+        self._check_choices_left(params, bad_words, stops.union(ignored))
         grammar = None
         if params.structured_outputs is not None:
             if isinstance(self.tokenizer, NoTokenizer):
@@ -362,6 +363,16 @@ class InputProcessor:
                     raise InvalidRequestError(
                         f"{name} holds token id {token}, but the vocabulary ends at {self.vocab_size - 1}"
                     )
+
+    def _check_choices_left(self, params: SamplingParams, bad_words: list[list[int]], stops: Set[int]) -> None:
+        """Refuses what excludes every token from the start; what a grammar allows is known to the workers alone."""
+        excluded = {word[0] for word in bad_words if len(word) == 1}
+        if params.min_tokens:
+            excluded |= stops
+        allowed = params.allowed_token_ids
+        if len(excluded) >= self.vocab_size if allowed is None else excluded.issuperset(allowed):
+            names = [name for name in excluding_fields(params) if not name.startswith("structured_outputs")]
+            raise InvalidRequestError(no_token_message(names, 0))
 
     def _request_seed(self, params: SamplingParams) -> int:
         """The request's own seed, or one drawn from the engine's seed and the number of such requests before."""

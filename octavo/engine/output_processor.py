@@ -12,7 +12,7 @@ from octavo.core.outputs import CompletionOutput, Logprob, RequestMetrics, Token
 from octavo.core.plan import PositionLogprobs, SequenceResult
 from octavo.core.progress import AdmissionStats, BeamProgress
 from octavo.core.request import Generate, SequenceStatus
-from octavo.core.sampling_params import RequestOutputKind
+from octavo.core.sampling_params import NO_TOKEN_LEFT, RequestOutputKind, excluding_fields, no_token_message
 from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.request_state import Completion, RequestState
 from octavo.engine.tokenizer import Tokenizer
@@ -191,6 +191,10 @@ class OutputProcessor:
                 request.pooled = update.extra.pooled
             if reason == _FAILED:
                 output.error = update.extra.error
+                fields = excluding_fields(request.params)
+                if fields and (output.error or "").startswith(NO_TOKEN_LEFT):
+                    output.excludes_all_tokens = True
+                    output.error = no_token_message(fields, len(completion.token_ids))
         if reason is not None:
             self._finish(request, completion, reason, drop_last=silent)
 

@@ -14,6 +14,9 @@ from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
 
 #: Most bytes of a form as a request gives it, and as it is written in llguidance's notation.
 MAX_BYTES = 1 << 20
+#: Most keywords that are reported as left out, and most characters of the place of each.
+MAX_RELAXED = 100
+LONGEST_PATH = 300
 
 
 class CheckRequest(msgspec.Struct):
@@ -31,6 +34,8 @@ class CheckAnswer(msgspec.Struct):
 
     grammar: Grammar | None = None
     error: str = ""
+    #: Places of keywords that it does not obey, and leaves out.
+    relaxed: list[str] = []
 
 
 def digest(params: StructuredOutputsParams) -> str:

@@ -1,7 +1,7 @@
 """JSON schemas: which keywords are supported, and what stands where.
 
 Keywords are those of drafts 7 and 2020-12 (json-schema.org). A schema is read like llguidance reads it: from its root,
-along all keywords that hold schemas and along references.
+along all keywords that hold schemas and along references. ``schema_dialects`` rewrites what llguidance does not follow.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from urllib.parse import unquote
 import msgspec
 
 from octavo.core.errors import InvalidRequestError
-
-Schema = dict[str, Any]
+from octavo.grammar.ecma_regex import RegexError
+from octavo.grammar.schema_dialects import Dialect, Schema, has_large_number, translate_patterns
 
 #: Keywords that outputs obey, and what of each is not supported.
 SUPPORTED = {
@@ -25,29 +25,33 @@ SUPPORTED = {
     "additionalProperties": "equal names may come twice, all with valid values",
     "allOf": "",
     "anyOf": "",
-    "const": "",
-    "enum": "",
-    "exclusiveMaximum": "",
-    "exclusiveMinimum": "",
-    "format": "date, date-time, time, duration, email, hostname, ipv4, ipv6, uuid, uri",
+    "const": "numbers of less than 2^63",
+    "enum": "numbers of less than 2^63",
+    "exclusiveMaximum": "true beside maximum, too (draft 4)",
+    "exclusiveMinimum": "true beside minimum, too (draft 4)",
+    "format": "date, date-time, time, duration, email, hostname, ipv4, ipv6, uuid, uuid1 to uuid8, uri, byte, base64, "
+    "json-pointer, relative-json-pointer, e164, ulid, int8 to uint64; others left out",
     "items": "",
     "maxItems": "",
     "maxLength": "",
-    "maxProperties": "where all of properties is required",
-    "maximum": "",
+    "maxProperties": "where all of properties is required, else left out",
+    "maximum": "values of at least 2^63 are not written",
     "minItems": "",
     "minLength": "",
-    "minProperties": "where all of properties is required, and at most one more than required",
-    "minimum": "",
-    "multipleOf": "above 0",
-    "oneOf": "where no value can be of two of them, as far as that is easily seen",
-    "pattern": "without look-around and back-references",
-    "patternProperties": "patterns that no name has two of, with ^ or $ where needed; names as of additionalProperties",
+    "minProperties": "where all of properties is required, and at most one more than required, else left out",
+    "minimum": "values of at least 2^63 are not written; a larger bound is left out",
+    "multipleOf": "above 0 and less than 2^63",
+    "not": "any value, a type, constants, a pattern of a text, or one required property; else left out",
+    "oneOf": "where no value can be of two of them, as far as that is easily seen, such as by a const",
+    "pattern": "of ECMA-262; with a back-reference, or large look-around, left out",
+    "patternProperties": "patterns that no name has two of; names as of additionalProperties",
     "prefixItems": "",
     "properties": "in the order of the schema",
+    "propertyNames": "a list of names, a pattern or a length, else left out",
     "required": "",
     "type": "",
-    "uniqueItems": "false only",
+    "unevaluatedProperties": "where it does not depend on the value what is evaluated, else left out",
+    "uniqueItems": "false, or with at most one item; else left out",
 }
 #: Keywords that restrict nothing.
 ANNOTATIONS = frozenset(
@@ -57,12 +61,11 @@ ANNOTATIONS = frozenset(
         "writeOnly",
     }
 )  # fmt: skip
-#: Keywords that would restrict outputs and are refused; the last line those of older drafts.
-UNSUPPORTED = frozenset(
+#: Keywords that would restrict outputs and are left out; the last line those of older drafts.
+RELAXED = frozenset(
     {
         "$dynamicAnchor", "$dynamicRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else",
-        "if", "maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems",
-        "unevaluatedProperties",
+        "if", "maxContains", "minContains", "then", "unevaluatedItems",
         "$recursiveAnchor", "$recursiveRef", "disallow", "divisibleBy", "extends",
     }
 )  # fmt: skip
@@ -104,15 +107,27 @@ class SchemaError(InvalidRequestError):
         super().__init__(f"{field} at {path}: {message}" if path else f"{field}: {message}")
 
 
-def prepare(root: Schema, field: str) -> None:
-    """Checks a schema as far as its own text says what is wrong, and leaves out what has no effect; in place.
+def prepare(root: Schema, field: str, relaxed: list[str], *, strict: bool = False) -> None:
+    """Checks a schema as far as its own text says what is wrong, and writes it as llguidance reads it; in place.
 
-    ``field`` is the schema's, for messages.
+    Args:
+        field: the schema's, for messages.
+        relaxed: to which the JSON pointers of keywords are added that are left out, as outputs cannot obey them.
+        strict: such keywords are errors.
 
     Raises:
-        SchemaError: a keyword is not supported, or its value is none of it.
+        SchemaError: a keyword's value is none of it, or ``strict`` refuses one.
     """
+
+    def report(path: str, keyword: str) -> None:
+        place = f"{path}/{_escaped(keyword)}"
+        if strict:
+            raise SchemaError(field, place, f"{keyword} cannot be enforced here, which strict demands")
+        relaxed.append(place)
+
     old = "draft-0" in str(root.get("$schema"))
+    dialect = Dialect(root, report, lambda schema: _resolved(root, schema))
+    visited: list[tuple[str, Schema]] = []
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("", root)]
     while waiting:
@@ -122,13 +137,46 @@ def prepare(root: Schema, field: str) -> None:
         if not isinstance(schema, dict):
             raise SchemaError(field, path, f"a schema must be an object or a boolean, not {schema!r:.100}")
         seen.add(id(schema))
+        visited.append((path, schema))
         if old and "$ref" in schema and "$id" in schema:
             raise SchemaError(field, f"{path}/$id", "$id beside $ref, which drafts to 7 ignore, is not supported")
+        dialect.rewrite(path, schema)
         for keyword, value in list(schema.items()):
             _check(field, path, schema, keyword, value)
         waiting += reversed([(path + step, child) for step, child in subschemas(schema)])
         if (referred := target(root, schema)) is not None:
             waiting.append(referred)
+    for path, schema in visited:
+        try:
+            translate_patterns(path, schema, report)
+        except RegexError as e:
+            keyword, _, message = str(e).partition(": ")
+            raise SchemaError(field, path + keyword, message) from None
+
+
+def _resolved(root: Schema, schema: Schema) -> Schema:
+    """What a schema that only refers to another means."""
+    seen: set[int] = set()
+    while id(schema) not in seen and (referred := target(root, schema)) is not None:
+        seen.add(id(schema))
+        if not isinstance(referred[1], dict):
+            break
+        schema = referred[1]
+    return schema
+
+
+def every_schema(root: Schema) -> list[Schema]:
+    """All schemas that values are held to, the root first."""
+    found: dict[int, Schema] = {}
+    waiting: list[Any] = [root]
+    while waiting:
+        schema = waiting.pop()
+        if isinstance(schema, dict) and id(schema) not in found:
+            found[id(schema)] = schema
+            waiting += [child for _, child in subschemas(schema)]
+            if (referred := target(root, schema)) is not None:
+                waiting.append(referred[1])
+    return [*found.values()]
 
 
 def subschemas(schema: Schema) -> Iterator[tuple[str, Any]]:
@@ -146,11 +194,6 @@ def subschemas(schema: Schema) -> Iterator[tuple[str, Any]]:
 
 def _check(field: str, path: str, schema: Schema, keyword: str, value: Any) -> None:
     place = f"{path}/{_escaped(keyword)}"
-    if keyword == "uniqueItems" and value is False:
-        del schema[keyword]
-        return
-    if keyword in UNSUPPORTED or keyword == "uniqueItems":
-        raise SchemaError(field, place, f"the keyword {keyword} is not supported")
     if keyword in _COUNTS:
         if isinstance(value, float) and value.is_integer():
             schema[keyword] = value = int(value)
@@ -158,6 +201,8 @@ def _check(field: str, path: str, schema: Schema, keyword: str, value: Any) -> N
     elif keyword in _NUMBERS:
         _expect(field, place, _is_number(value, (int, float)), "a number", value)
         _expect(field, place, keyword != "multipleOf" or value > 0, "above 0", value)
+    elif keyword == "uniqueItems":  # others have been rewritten
+        _expect(field, place, False, "a boolean", value)
     elif keyword in _TEXTS:
         _expect(field, place, isinstance(value, str), "a text", value)
     elif keyword == "type":
@@ -182,9 +227,7 @@ def _check(field: str, path: str, schema: Schema, keyword: str, value: Any) -> N
             value,
         )
     if keyword in _WITH_NUMBERS:
-        _expect(field, place, not _has_large_number(value), "made of numbers of less than 2^63", value)
-    if keyword == "minProperties" and value > len(schema.get("required", ())) + 1:
-        raise SchemaError(field, place, f"minProperties is supported {SUPPORTED[keyword]}, as names may come twice")
+        _expect(field, place, not has_large_number(value), "made of numbers of less than 2^63", value)
 
 
 def target(root: Schema, schema: Schema) -> tuple[str, Any] | None:
@@ -207,18 +250,6 @@ def target(root: Schema, schema: Schema) -> tuple[str, Any] | None:
 def _expect(field: str, place: str, right: bool, what: str, value: object) -> None:
     if not right:
         raise SchemaError(field, place, f"must be {what}, not {value!r:.100}")
-
-
-def _has_large_number(value: Any) -> bool:
-    """Whether there is a number in a value that llguidance takes for another: it has integers of 64 bits."""
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, (int, float)) and abs(value) >= 1 << 63:
-            return True
-        if isinstance(value, (list, dict)):
-            waiting += value if isinstance(value, list) else value.values()
-    return False
 
 
 def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.plan import PositionLogprobs
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import NO_TOKEN_LEFT, SamplingParams
 from octavo.kernels.arrays import Array
 
 #: Results of ``SamplingBackend.choose`` that are no tokens, and the reasons.
 NO_TOKEN = {
     -1: "the logits are NaN",
     -2: "the logits are infinite",
-    -3: "no token is left to choose: every one of the vocabulary is masked",
+    -3: f"{NO_TOKEN_LEFT}: every one of the vocabulary is masked",
 }
 
 #: The fields of ``Filters`` as a record type, for arrays of many rows.

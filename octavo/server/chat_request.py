@@ -100,10 +100,12 @@ class Chat:
             async with aclosing(generation.outputs()) as outputs:
                 async for _, output in outputs:
                     yield [self._events(output, completion) for completion in generation.choices(output)]
-        except InvalidRequestError:
-            if self._form_has_tools:
-                await blame_tool(generation.service, generation.request, self._tools)
-            raise
+        except InvalidRequestError as e:
+            if not self._form_has_tools:
+                raise
+            await blame_tool(generation.service, generation.request, self._tools)
+            # The request has no such field: the grammar is made of its tools.
+            raise InvalidRequestError(str(e).replace("structured_outputs.grammar", "tools", 1)) from None
 
     async def finish(self) -> list[ChoiceEvents]:
         """The whole choices of a chat that is not streamed.

@@ -210,6 +210,8 @@ class Generation:
             self.service.check_completion(completion, self.model)
             if completion.exceeds_kv_cache:
                 raise ApiError(400, f"the request asks for too much at once: {completion.error}", code="too_large")
+            if completion.excludes_all_tokens:
+                raise renamed(InvalidRequestError(completion.error or ""), self.body)
             if (about_form := form_error(completion.error, self.params)) is not None:
                 raise renamed(InvalidRequestError(about_form), self.body)
             if completion.finish_reason == "error":

@@ -127,3 +127,24 @@ def test_without_a_tokenizer_there_is_no_form(tiny_model: Path) -> None:
 def test_json_text_is_a_schema(llm: LLM) -> None:
     form = StructuredOutputsParams(json=json.dumps({"enum": ["a", "b"]}))
     assert json.loads(llm.generate("x", hot(form))[0].outputs[0].text) in ("a", "b")
+
+
+def test_a_form_of_which_nothing_may_be_said_ends_with_the_reason_and_others_go_on(llm: LLM) -> None:
+    form = StructuredOutputsParams(choice=["a"])
+    outputs = llm.generate(["x", "y"], [hot(form, bad_words=["a"]), hot(form)])
+    refused, other = (output.outputs[0] for output in outputs)
+    assert refused.finish_reason == "error" and refused.excludes_all_tokens
+    assert {"bad_words", "structured_outputs.choice"} <= set(re.findall(r"[a-z_.]+", refused.error or ""))
+    assert other.text == "a" and not other.excludes_all_tokens
+
+
+def test_parameters_that_exclude_every_token_are_refused_before_a_step(llm: LLM) -> None:
+    [token] = llm.get_tokenizer().encode("a", add_special_tokens=False)
+    eos = llm.llm_engine.inputs.eos_token_ids[0]
+    for params, name in (
+        (SamplingParams(allowed_token_ids=[token], bad_words=["a"]), "bad_words"),
+        (SamplingParams(allowed_token_ids=[eos], min_tokens=2), "allowed_token_ids"),
+        (SamplingParams(allowed_token_ids=[eos], min_tokens=2, ignore_eos=True), "allowed_token_ids"),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"^{name} and"):
+            llm.llm_engine.inputs.process("a", "x", params)

@@ -123,3 +123,43 @@ def test_others_are_served_while_a_grammar_is_compiled(server: Running) -> None:
             time.sleep(0.01)
     assert others >= 5
     refused(answers[0], "guided_json", "takes more than 1 seconds")
+
+
+#: A form, and what forbids each text that has it: from the first token on, or from a later one.
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "at once": {"guided_choice": ["a"], "bad_words": ["a"]},
+    "later": {"guided_regex": "b{3}a", "bad_words": ["a", "ba", "bba", "bbba"]},
+    "no token in common": {"guided_choice": ["a"], "allowed_token_ids": [5]},
+}
+PROMPTS: dict[str, dict[str, Any]] = {CHAT: {"messages": MESSAGES}, "/v1/completions": {"prompt": "x"}}
+
+
+@pytest.mark.parametrize("route", PROMPTS)
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_of_which_nothing_may_be_said_is_the_client_s_contradiction(
+    server: Running, route: str, case: str, stream: bool
+) -> None:
+    given = CONTRADICTIONS[case]
+    with server.http() as http:
+        body = {**PROMPTS[route], "max_tokens": 20, "stream": stream, **given}
+        response = http.post(route, json=body)
+        if response.status_code == 200 and stream:  # it has begun
+            data = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+            error = json.loads(data[-1])["error"]
+        else:
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+        form, other = given
+        assert error["type"] == "invalid_request_error" and error["param"] == other
+        assert form in error["message"] and other in error["message"]
+        assert ask(http, guided_choice=["yes"], max_tokens=8).status_code == 200
+
+
+def test_a_call_whose_tokens_are_forbidden_is_told_of_the_tools(demo_server: Running) -> None:
+    tool = {"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {}}}}
+    with demo_server.http() as http:
+        response = ask(http, tools=[tool], tool_choice="required", allowed_token_ids=[5])
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert "tools" in error["message"] and "structured_outputs" not in error["message"]

@@ -1,0 +1,564 @@
+"""Regexes of ECMA-262, the dialect of JSON Schema, written for Rust's crate ``regex``, which llguidance reads.
+
+The same text means different things in the two: ``\\d`` and ``\\w`` are ASCII in ECMA-262, ``\\s`` has the byte order
+mark, ``.`` excludes four line terminators, ``[a&&b]`` holds an ampersand. So a regex is parsed here, and written anew
+with explicit sets of characters. Grouping, laziness and names of groups do not change which texts match, and are left
+out. What needs more than regular languages, such as a back-reference, is an error. Look-around is expanded by
+``regex_automaton``.
+
+Accepted beyond ECMA-262 with the flag ``u``, as schemas in use have it: braces and brackets that stand for themselves,
+escaped punctuation, and ``(?P<name>``, ``(?i)``, ``(?s)`` of other dialects, which mean nothing else in this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+MAX_CODE = 0x10FFFF
+Ranges = tuple[tuple[int, int], ...]
+
+#: Most groups within groups.
+_DEEPEST = 150
+#: Most repetitions that a regex counts.
+_MOST = 1_000_000_000
+_DIGITS: Ranges = ((0x30, 0x39),)
+_WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+#: WhiteSpace and LineTerminator of ECMA-262.
+_SPACE: Ranges = (
+    (0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F),
+    (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
+)  # fmt: skip
+_LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
+_CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
+_ASSERTIONS = ("^", "$", "\\b", "\\B", "(?=", "(?!", "(?<=", "(?<!")
+_HEX = frozenset("0123456789abcdefABCDEF")
+
+
+class RegexError(ValueError):
+    """A regex is none of ECMA-262; the message says what is wrong and at which character."""
+
+
+class UnsupportedRegexError(RegexError):
+    """A regex of ECMA-262 that describes no regular language, or that is too large when it is expanded."""
+
+
+@dataclass(frozen=True)
+class Chars:
+    """One character of a set: of these ranges or Unicode properties, or, ``negated``, none of them."""
+
+    ranges: Ranges = ()
+    #: (text between the braces of ``\\p{...}``, whether it is ``\\P``).
+    properties: tuple[tuple[str, bool], ...] = ()
+    negated: bool = False
+    #: Upper and lower case count as the same.
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Parts that follow each other; without parts, the empty text."""
+
+    parts: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of several."""
+
+    options: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A part that follows itself; ``most`` None: without end."""
+
+    part: Node
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True)
+class Assertion:
+    """``^``, ``$``, ``b`` (a word's boundary) or ``B`` (none)."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class Look:
+    """A look-ahead, or with ``behind`` a look-behind; ``negated``: what it holds must not match there."""
+
+    part: Node
+    behind: bool
+    negated: bool
+
+
+Node = Chars | Sequence | Choice | Repeat | Assertion | Look
+
+ANY = Chars(negated=True)
+ANYTHING = Repeat(ANY, 0, None)
+EMPTY = Sequence()
+
+
+def parse(text: str) -> Node:
+    """The parts of a regex.
+
+    Raises:
+        RegexError: it is none.
+        UnsupportedRegexError: it has a back-reference.
+    """
+    return _Parser(text).parse()
+
+
+def whole_match(text: str) -> list[str]:
+    """Regexes of Rust that each match a whole text if and only if the whole text matches the given one.
+
+    Several stand for a conjunction: of the look-aheads that begin a regex, and what follows them.
+
+    Raises:
+        RegexError: see ``parse``; look-around that is too large is an ``UnsupportedRegexError``.
+    """
+    return [_written(part) for part in _conjuncts(parse(text))]
+
+
+def search(text: str) -> list[str]:
+    """As ``whole_match``, of the texts in which the regex matches somewhere, as JSON Schema's ``pattern`` means it."""
+    node = parse(text)
+    head = next(iter(_flat(node)), None)
+    if head == Assertion("^"):
+        return [_written(Sequence((part, ANYTHING))) for part in _conjuncts(node)]
+    return [_written(Sequence((ANYTHING, node, ANYTHING)))]
+
+
+def single_search(text: str) -> str:
+    """As ``search``, in one regex."""
+    return _written(Sequence((ANYTHING, parse(text), ANYTHING)))
+
+
+def single_whole_match(text: str) -> str:
+    """As ``whole_match``, in one regex."""
+    return _written(parse(text))
+
+
+def normalized(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """The ranges in order, without overlap."""
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+        else:
+            merged.append((low, high))
+    return tuple(merged)
+
+
+def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """All other characters."""
+    found, low = [], 0
+    for first, last in normalized(ranges):
+        if first > low:
+            found.append((low, first - 1))
+        low = last + 1
+    if low <= MAX_CODE:
+        found.append((low, MAX_CODE))
+    return tuple(found)
+
+
+def write_chars(chars: Chars) -> str:
+    """A set of characters as a class of Rust's regex."""
+    # No text has half of a surrogate pair.
+    ranges = [part for low, high in normalized(chars.ranges) for part in _split(low, high)]
+    if not ranges and not chars.properties:
+        return "(?s:.)" if chars.negated else r"[^\x{0}-\x{10FFFF}]"
+    inner = "".join(_literal(a) if a == b else f"{_literal(a)}-{_literal(b)}" for a, b in ranges)
+    inner += "".join(rf"\{'P' if negated else 'p'}{{{name}}}" for name, negated in chars.properties)
+    single = not chars.properties and not chars.negated and len(ranges) == 1 and ranges[0][0] == ranges[0][1]
+    written = inner if single else f"[{'^' if chars.negated else ''}{inner}]"
+    return f"(?i:{written})" if chars.folded else written
+
+
+def _split(low: int, high: int) -> list[tuple[int, int]]:
+    parts = ((low, min(high, 0xD7FF)), (max(low, 0xE000), high))
+    return [(a, b) for a, b in parts if a <= b]
+
+
+def has_look(node: Node) -> bool:
+    """Whether an automaton is needed to write it: it has look-around, or an anchor that is not at an end."""
+    if isinstance(node, Assertion | Look):
+        return True
+    return any(map(has_look, children(node)))
+
+
+def children(node: Node) -> tuple[Node, ...]:
+    """The parts of a node."""
+    if isinstance(node, Sequence):
+        return node.parts
+    if isinstance(node, Choice):
+        return node.options
+    return (node.part,) if isinstance(node, Repeat | Look) else ()
+
+
+def _literal(code: int) -> str:
+    char = chr(code)
+    return char if char.isascii() and char.isalnum() else rf"\x{{{code:X}}}"
+
+
+def _flat(node: Node) -> tuple[Node, ...]:
+    """The parts of a sequence, also of those within it."""
+    if not isinstance(node, Sequence):
+        return (node,)
+    return tuple(inner for part in node.parts for inner in _flat(part))
+
+
+def _conjuncts(node: Node) -> list[Node]:
+    """Regexes of which a text must match all, from its beginning: leading look-aheads stand alone."""
+    parts = _flat(node)
+    count = next((i for i, part in enumerate(parts) if not _leads(part)), len(parts))
+    looks = [part for part in parts[:count] if isinstance(part, Look)]
+    if not looks:
+        return [node]
+    found: list[Node] = []
+    for look in looks:
+        start = Assertion("^")
+        if look.negated:
+            found.append(Sequence((start, look, ANYTHING)))
+        else:
+            found.append(Sequence((start, look.part, ANYTHING)))
+    rest = parts[count:]
+    return [*found, Sequence((Assertion("^"), *rest))]
+
+
+def _leads(part: Node) -> bool:
+    return part == Assertion("^") or (isinstance(part, Look) and not part.behind)
+
+
+def _written(node: Node) -> str:
+    """A regex of Rust that matches the whole texts that the node matches."""
+    plain = _without_anchors(node)
+    if plain is not None and not has_look(plain):
+        return _plain(plain)
+    from octavo.grammar.regex_automaton import expanded
+
+    return expanded(node)
+
+
+def _without_anchors(node: Node) -> Node | None:
+    """The same without anchors at its ends; None: it has such between other parts."""
+    if not has_look(node):
+        return node
+    parts = [part for part in _flat(node) if part != EMPTY]
+    # Alternatives at the ends decide for themselves whether they are anchored.
+    for i, part in enumerate(parts):
+        if isinstance(part, Choice) and has_look(part) and len(part.options) <= 100:
+            before, after = parts[:i], parts[i + 1 :]
+            if all(p == ANYTHING or p == Assertion("^") for p in before) and all(
+                p == ANYTHING or p == Assertion("$") for p in after
+            ):
+                options = [_without_anchors(Sequence((*before, option, *after))) for option in part.options]
+                if all(option is not None for option in options):
+                    return Choice(tuple(option for option in options if option is not None))
+            return None
+    anchors = [i for i, part in enumerate(parts) if part == Assertion("^")]
+    if anchors:
+        # Before a beginning nothing but the empty text can stand.
+        if any(part not in (ANYTHING, Assertion("^")) for part in parts[: anchors[-1]]):
+            return None
+        parts = parts[anchors[-1] + 1 :]
+    anchors = [i for i, part in enumerate(parts) if part == Assertion("$")]
+    if anchors:
+        if any(part not in (ANYTHING, Assertion("$")) for part in parts[anchors[0] + 1 :]):
+            return None
+        parts = parts[: anchors[0]]
+    return Sequence(tuple(parts))
+
+
+def _plain(node: Node) -> str:
+    """A node without assertions as a regex of Rust."""
+    if isinstance(node, Chars):
+        return write_chars(node)
+    if isinstance(node, Sequence):
+        return "".join(f"(?:{_plain(p)})" if isinstance(p, Choice) else _plain(p) for p in node.parts)
+    if isinstance(node, Choice):
+        return "|".join(map(_plain, node.options))
+    assert isinstance(node, Repeat)
+    inner = _plain(node.part)
+    if not isinstance(node.part, Chars):
+        inner = f"(?:{inner})"
+    return inner + quantifier(node.least, node.most)
+
+
+def quantifier(least: int, most: int | None) -> str:
+    """How often a part is repeated, as it is written."""
+    usual = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
+    if (least, most) in usual:
+        return usual[least, most]
+    if least == most:
+        return f"{{{least}}}"
+    return f"{{{least},{'' if most is None else most}}}"
+
+
+@dataclass
+class _Parser:
+    text: str
+    at: int = 0
+    depth: int = 0
+    #: ``.`` matches line terminators.
+    dot_all: bool = False
+    folds: bool = False
+    names: set[str] = field(default_factory=set)
+
+    def parse(self) -> Node:
+        if self._take("(?i)"):
+            self.folds = True
+        elif self._take("(?s)"):
+            self.dot_all = True
+        elif self._take("(?is)") or self._take("(?si)"):
+            self.folds = self.dot_all = True
+        node = self._choice()
+        if self.at < len(self.text):
+            raise self._error("unopened group" if self.text[self.at] == ")" else "unexpected character")
+        return node
+
+    def _error(self, message: str, at: int | None = None) -> RegexError:
+        return RegexError(f"{message}, at character {(self.at if at is None else at) + 1} of the regex")
+
+    def _peek(self, count: int = 1) -> str:
+        return self.text[self.at : self.at + count]
+
+    def _take(self, expected: str) -> bool:
+        if self.text.startswith(expected, self.at):
+            self.at += len(expected)
+            return True
+        return False
+
+    def _choice(self) -> Node:
+        if self.depth > _DEEPEST:
+            raise self._error("the regex is nested too deeply")
+        self.depth += 1
+        options = [self._sequence()]
+        while self._take("|"):
+            options.append(self._sequence())
+        self.depth -= 1
+        return options[0] if len(options) == 1 else Choice(tuple(options))
+
+    def _sequence(self) -> Node:
+        parts: list[Node] = []
+        while self.at < len(self.text) and self.text[self.at] not in "|)":
+            start = self.at
+            parts.append(self._repeated(self._atom(), start))
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+    def _repeated(self, node: Node, begin: int) -> Node:
+        """The node, which begins at this character, with the quantifier that follows it."""
+        start = self.at
+        bounds = self._bounds()
+        if bounds is None:
+            return node
+        if isinstance(node, Assertion | Look) and self.text.startswith(_ASSERTIONS, begin):
+            raise self._error("an assertion cannot be repeated", start)
+        least, most = bounds
+        if most is not None and most < least:
+            raise self._error("invalid repetition count range", start)
+        if max(least, most or 0) > _MOST:
+            raise self._error(f"repetitions of more than {_MOST} are not supported", start)
+        if self._take("?"):  # lazy: the same texts match
+            pass
+        elif self._peek() == "+":
+            raise self._error("possessive quantifiers are not of ECMA-262")
+        elif (self._peek() and self._peek() in "*?") or (self._peek() == "{" and self._bounds() is not None):
+            raise self._error("nothing to repeat")
+        return Repeat(node, least, most)
+
+    def _bounds(self) -> tuple[int, int | None] | None:
+        """The quantifier that stands here; None: there is none, and a brace stands for itself."""
+        char = self._peek()
+        if char and char in "*+?":
+            self.at += 1
+            return {"*": (0, None), "+": (1, None), "?": (0, 1)}[char]
+        if char != "{":
+            return None
+        end = self.text.find("}", self.at)
+        inner = self.text[self.at + 1 : end] if end > 0 else ""
+        least, comma, most = inner.partition(",")
+        if not _is_number(least) or not (most == "" or _is_number(most)):
+            return None
+        self.at = end + 1
+        # Longer ones than Python converts are beyond any bound.
+        low, high = (int(n) if len(n) < 20 else _MOST + 1 for n in (least, most or "0"))
+        return low, (low if not comma else None if most == "" else high)
+
+    def _atom(self) -> Node:
+        start, char = self.at, self.text[self.at]
+        if char in "*+?":
+            raise self._error("nothing to repeat")
+        if char == "{" and self._bounds() is not None:
+            raise self._error("nothing to repeat", start)
+        self.at += 1
+        if char in "^$":
+            return Assertion(char)
+        if char == ".":
+            return ANY if self.dot_all else Chars(_LINE_ENDS, negated=True)
+        if char == "[":
+            return self._with_case(self._class())
+        if char == "(":
+            return self._group(start)
+        if char == "\\":
+            if (next_char := self._peek()) and next_char in "bB":
+                self.at += 1
+                return Assertion(next_char)
+            return self._with_case(self._escape(in_class=False))
+        return self._with_case(_one(ord(char)))
+
+    def _with_case(self, chars: Chars) -> Chars:
+        return replace(chars, folded=True) if self.folds else chars
+
+    def _group(self, start: int) -> Node:
+        look = next((mark for mark in ("?=", "?!", "?<=", "?<!") if self._take(mark)), None)
+        folds, dot_all = self.folds, self.dot_all
+        if look is None and self._peek() == "?":
+            if self._take("?:"):
+                pass
+            elif self._take("?i:"):
+                self.folds = True
+            elif self._take("?s:"):
+                self.dot_all = True
+            elif self._take("?<") or self._take("?P<"):
+                self._name(start)
+            elif self._peek(2) == "?>":
+                raise self._error("atomic groups are not of ECMA-262", start)
+            elif self._peek(3) == "?P=":
+                raise UnsupportedRegexError(f"back-references are not supported, at character {start + 1} of the regex")
+            else:
+                raise self._error("unknown kind of group", start)
+        node = self._choice()
+        if not self._take(")"):
+            raise self._error("unclosed group", start)
+        self.folds, self.dot_all = folds, dot_all
+        if look is not None:
+            return Look(node, behind="<" in look, negated="!" in look)
+        return node
+
+    def _name(self, start: int) -> None:
+        end = self.text.find(">", self.at)
+        name = self.text[self.at : end] if end > 0 else ""
+        if not name.replace("$", "_").isidentifier():
+            raise self._error("the name of a group must be an identifier", start)
+        self.names.add(name)
+        self.at = end + 1
+
+    def _escape(self, *, in_class: bool) -> Chars:
+        """What follows a backslash."""
+        start = self.at - 1
+        char = self._peek()
+        if not char:
+            raise self._error("a backslash at the end", start)
+        self.at += 1
+        if char in "dDwWsS":
+            ranges = {"d": _DIGITS, "w": _WORD, "s": _SPACE}[char.lower()]
+            return Chars(ranges if char.islower() else complement(ranges))
+        if char in "pP":
+            return self._property(start, negated=char == "P")
+        if char in _CONTROLS:
+            return _one(_CONTROLS[char])
+        if char == "b" and in_class:
+            return _one(8)
+        if char == "c":
+            letter = self._peek()
+            if not (letter.isascii() and letter.isalpha()):
+                raise self._error(r"\c needs a letter", start)
+            self.at += 1
+            return _one(ord(letter) % 32)
+        if char == "x":
+            return _one(self._hex(2, start))
+        if char == "u":
+            return _one(self._unicode(start))
+        if char == "0" and not self._peek().isdigit():
+            return _one(0)
+        if char in "123456789" or (char == "k" and not in_class):
+            raise UnsupportedRegexError(f"back-references are not supported, at character {start + 1} of the regex")
+        if char.isascii() and char.isalnum():
+            raise self._error(f"unrecognized escape sequence \\{char}", start)
+        return _one(ord(char))
+
+    def _property(self, start: int, *, negated: bool) -> Chars:
+        end = self.text.find("}", self.at)
+        if self._peek() != "{" or end < 0:
+            raise self._error(r"\p needs a property in braces", start)
+        name = self.text[self.at + 1 : end]
+        self.at = end + 1
+        if not name or not all(c.isascii() and (c.isalnum() or c in "_=") for c in name):
+            raise self._error("invalid property name", start)
+        if name == "ASCII":
+            return Chars(complement(((0, 0x7F),)) if negated else ((0, 0x7F),))
+        if name == "Any":
+            return Chars(() if negated else ((0, MAX_CODE),))
+        return Chars(properties=((name, negated),))
+
+    def _hex(self, count: int, start: int) -> int:
+        digits = self._peek(count)
+        if len(digits) < count or not _HEX.issuperset(digits):
+            raise self._error("invalid hexadecimal digits", start)
+        self.at += count
+        return int(digits, 16)
+
+    def _unicode(self, start: int) -> int:
+        if self._take("{"):
+            end = self.text.find("}", self.at)
+            digits = self.text[self.at : end] if end > 0 else ""
+            if not digits or not _HEX.issuperset(digits) or int(digits[-9:], 16) > MAX_CODE or len(digits) > 9:
+                raise self._error("invalid code point", start)
+            self.at = end + 1
+            return int(digits, 16)
+        code = self._hex(4, start)
+        if 0xD800 <= code < 0xDC00 and self._peek(2) == r"\u":
+            at = self.at
+            self.at += 2
+            low = self._hex(4, at) if self._peek() != "{" else 0
+            if 0xDC00 <= low < 0xE000:
+                return 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00)
+            self.at = at
+        return code
+
+    def _class(self) -> Chars:
+        start = self.at - 1
+        negated = self._take("^")
+        ranges: list[tuple[int, int]] = []
+        properties: list[tuple[str, bool]] = []
+        while True:
+            if self.at >= len(self.text):
+                raise self._error("unclosed character class", start)
+            if self._take("]"):
+                break
+            at = self.at
+            first = self._class_atom()
+            if self._peek() == "-" and self._peek(2)[1:] not in ("]", "") and _is_one(first):
+                self.at += 1
+                last = self._class_atom()
+                if _is_one(last):
+                    low, high = first.ranges[0][0], last.ranges[0][0]
+                    if high < low:
+                        raise self._error("invalid character class range", at)
+                    ranges.append((low, high))
+                    continue
+                # A hyphen before a set such as \d stands for itself.
+                first = Chars((*first.ranges, (0x2D, 0x2D), *last.ranges), last.properties)
+            ranges += first.ranges
+            properties += first.properties
+        return Chars(normalized(ranges), tuple(properties), negated)
+
+    def _class_atom(self) -> Chars:
+        char = self.text[self.at]
+        self.at += 1
+        return self._escape(in_class=True) if char == "\\" else _one(ord(char))
+
+
+def _one(code: int) -> Chars:
+    return Chars(((code, code),))
+
+
+def _is_one(chars: Chars) -> bool:
+    return len(chars.ranges) == 1 and chars.ranges[0][0] == chars.ranges[0][1] and not chars.properties
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()

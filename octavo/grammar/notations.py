@@ -1,0 +1,372 @@
+"""Grammars as llama.cpp (GBNF) and Lark read them, in llguidance's dialect of Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from octavo.core.errors import InvalidRequestError
+from octavo.grammar.ecma_regex import ANY, Chars, normalized, quantifier, write_chars
+
+#: A rule ``start`` of Lark, which may be marked and have a priority; GBNF has ``::=``.
+_LARK = re.compile(r"^\s*(?:%llguidance\b|[?!]{0,2}start(?:\.-?\d+)?\s*:(?!:=))", re.MULTILINE)
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
+_LENGTHS = {"x": 2, "u": 4, "U": 8}
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_TOKEN = re.compile(r"<[^<>\s]+>")
+_DEEPEST = 150
+
+
+def is_lark(text: str) -> bool:
+    """Whether a grammar is Lark's, and not GBNF."""
+    return _LARK.search(text) is not None
+
+
+# GBNF: github.com/ggml-org/llama.cpp, grammars/README.md
+
+
+@dataclass
+class _Text:
+    """A literal, a set of characters, or a token: what needs no other rule. ``written`` is Lark's."""
+
+    written: str
+
+
+@dataclass
+class _Reference:
+    name: str
+
+
+@dataclass
+class _All:
+    parts: list[_Node]
+
+
+@dataclass
+class _OneOf:
+    options: list[_Node]
+
+
+@dataclass
+class _Repeated:
+    part: _Node
+    least: int
+    most: int | None
+
+
+_Node = _Text | _Reference | _All | _OneOf | _Repeated
+
+
+def lark_of_gbnf(text: str) -> str:
+    """The same grammar in Lark's notation.
+
+    A grammar without recursion becomes one terminal, so that all its texts can be written. In others each rule without
+    recursion is a terminal of its own, which is read greedily: as long as its characters fit it goes on.
+
+    Raises:
+        InvalidRequestError: it is none; the message says the line.
+    """
+    rules = _GbnfReader(text).read()
+    if "root" not in rules:
+        raise InvalidRequestError("there is no rule 'root ::='")
+    for rule in rules.values():
+        for name in _references(rule):
+            if name not in rules:
+                raise InvalidRequestError(f"the rule {name!r} is not defined")
+    used = _reachable(rules)
+    terminals = _terminals({name: rules[name] for name in used})
+    names = {name: f"T{i}" if name in terminals else f"r{i}" for i, name in enumerate(used)}
+    lines = ["start: " + names["root"]]
+    lines += [f"{names[name]}: {_lark(rules[name], names)}" for name in used]
+    return "\n".join(lines) + "\n"
+
+
+def _references(node: _Node) -> list[str]:
+    if isinstance(node, _Reference):
+        return [node.name]
+    if isinstance(node, _Repeated):
+        return _references(node.part)
+    inner = node.parts if isinstance(node, _All) else node.options if isinstance(node, _OneOf) else []
+    return [name for part in inner for name in _references(part)]
+
+
+def _reachable(rules: Mapping[str, _Node]) -> list[str]:
+    found = ["root"]
+    for name in found:
+        found += dict.fromkeys(other for other in _references(rules[name]) if other not in found)
+    return found
+
+
+def _terminals(rules: Mapping[str, _Node]) -> set[str]:
+    """Rules that need no recursion and name no token."""
+    found: set[str] = set()
+    grows = True
+    while grows:
+        more = {
+            name
+            for name, rule in rules.items()
+            if name not in found and found.issuperset(_references(rule)) and not _has_token(rule)
+        }
+        found |= more
+        grows = bool(more)
+    return found
+
+
+def _has_token(node: _Node) -> bool:
+    if isinstance(node, _Text):
+        return node.written.startswith("<")
+    if isinstance(node, _Repeated):
+        return _has_token(node.part)
+    inner = node.parts if isinstance(node, _All) else node.options if isinstance(node, _OneOf) else []
+    return any(map(_has_token, inner))
+
+
+def _lark(node: _Node, names: Mapping[str, str]) -> str:
+    if isinstance(node, _Text):
+        return node.written
+    if isinstance(node, _Reference):
+        return names[node.name]
+    if isinstance(node, _All):
+        return " ".join(_lark(part, names) for part in node.parts) or '""'
+    if isinstance(node, _OneOf):
+        return "(" + " | ".join(_lark(option, names) for option in node.options) + ")"
+    return f"({_lark(node.part, names)}){quantifier(node.least, node.most)}"
+
+
+@dataclass
+class _GbnfReader:
+    text: str
+    at: int = 0
+    depth: int = 0
+    rules: dict[str, _Node] = field(default_factory=dict)
+
+    def read(self) -> dict[str, _Node]:
+        self._space(lines=True)
+        while self.at < len(self.text):
+            name = self._name()
+            self._space()
+            if not self._take("::="):
+                raise self._error("expected ::=")
+            self._space(lines=True)
+            self.rules[name] = self._options(nested=False)
+            if self.at < len(self.text) and self.text[self.at] not in "\r\n":
+                raise self._error("expected a new line")
+            self._space(lines=True)
+        return self.rules
+
+    def _error(self, message: str) -> InvalidRequestError:
+        line = self.text.count("\n", 0, self.at) + 1
+        column = self.at - self.text.rfind("\n", 0, self.at)
+        return InvalidRequestError(f"line {line}, column {column}: {message}")
+
+    def _peek(self) -> str:
+        return self.text[self.at : self.at + 1]
+
+    def _take(self, expected: str) -> bool:
+        if self.text.startswith(expected, self.at):
+            self.at += len(expected)
+            return True
+        return False
+
+    def _space(self, *, lines: bool = False) -> None:
+        """Moves over spaces and comments; ``lines``: over line breaks, too."""
+        while char := self._peek():
+            if char == "#":
+                end = self.text.find("\n", self.at)
+                self.at = len(self.text) if end < 0 else end
+            elif char in " \t" or (lines and char in "\r\n"):
+                self.at += 1
+            else:
+                return
+
+    def _name(self) -> str:
+        found = _NAME.match(self.text, self.at)
+        if found is None:
+            raise self._error("expected the name of a rule")
+        self.at = found.end()
+        return found[0]
+
+    def _options(self, *, nested: bool) -> _Node:
+        if self.depth > _DEEPEST:
+            raise self._error("it is nested too deeply")
+        self.depth += 1
+        options = [self._sequence(nested=nested)]
+        while self._goes_on(nested=nested):
+            options.append(self._sequence(nested=nested))
+        self.depth -= 1
+        return options[0] if len(options) == 1 else _OneOf(options)
+
+    def _goes_on(self, *, nested: bool) -> bool:
+        """Whether another alternative follows, whose beginning is then reached; it may stand in a line of its own."""
+        at = self.at
+        self._space(lines=True)
+        if self._take("|"):
+            self._space(lines=True)
+            return True
+        if not nested:
+            self.at = at
+        return False
+
+    def _sequence(self, *, nested: bool) -> _Node:
+        parts: list[_Node] = []
+        while (char := self._peek()) and char not in "|)" and (nested or char not in "\r\n"):
+            parts.append(self._repeated(self._part()))
+            self._space(lines=nested)
+        return parts[0] if len(parts) == 1 else _All(parts)
+
+    def _part(self) -> _Node:
+        char = self._peek()
+        if char == '"':
+            return self._literal()
+        if char == "[":
+            return self._class()
+        if self._take("("):
+            self._space(lines=True)
+            inner = self._options(nested=True)
+            self._space(lines=True)
+            if not self._take(")"):
+                raise self._error("expected )")
+            return inner
+        if self._take("."):
+            return _Text(f"/{write_chars(ANY)}/")
+        if char == "<" and (token := _TOKEN.match(self.text, self.at)) is not None:
+            self.at = token.end()
+            return _Text(token[0])
+        if char == "!" and self.text[self.at + 1 : self.at + 2] == "<":
+            raise self._error("any token but one (!<...>) is not supported")
+        return _Reference(self._name())
+
+    def _repeated(self, node: _Node) -> _Node:
+        self._space()
+        bounds: tuple[int, int | None]
+        if self._take("*"):
+            bounds = 0, None
+        elif self._take("+"):
+            bounds = 1, None
+        elif self._take("?"):
+            bounds = 0, 1
+        elif self._peek() == "{":
+            found = re.compile(r"\{\s*(\d{1,10})\s*(?:(,)\s*(\d{1,10})?\s*)?\}").match(self.text, self.at)
+            if found is None:
+                raise self._error("expected a number of repetitions, as {2}, {2,} or {2,4}")
+            least = int(found[1])
+            bounds = least, (least if found[2] is None else None if found[3] is None else int(found[3]))
+            if bounds[1] is not None and bounds[1] < least:
+                raise self._error("invalid repetition count range")
+            self.at = found.end()
+        else:
+            return node
+        return _Repeated(node, *bounds)
+
+    def _literal(self) -> _Text:
+        self.at += 1
+        chars = []
+        while self._peek() != '"':
+            chars.append(self._char())
+        self.at += 1
+        return _Text(lark_literal("".join(chars)))
+
+    def _class(self) -> _Text:
+        self.at += 1
+        negated = self._take("^")
+        ranges = []
+        while self._peek() != "]":
+            low = high = ord(self._char())
+            if self._peek() == "-" and self.text[self.at + 1 : self.at + 2] not in ("]", ""):
+                self.at += 1
+                high = ord(self._char())
+                if high < low:
+                    raise self._error("a range of characters ends before it begins")
+            ranges.append((low, high))
+        self.at += 1
+        return _Text(f"/{write_chars(Chars(normalized(ranges), negated=negated))}/")
+
+    def _char(self) -> str:
+        char = self._peek()
+        if not char:
+            raise self._error("unexpected end of the grammar")
+        self.at += 1
+        if char != "\\":
+            return char
+        kind = self._peek()
+        self.at += 1
+        if kind in _ESCAPES and kind:
+            return _ESCAPES[kind]
+        if kind in _LENGTHS and kind:
+            digits = self.text[self.at : self.at + _LENGTHS[kind]]
+            code = int(digits, 16) if re.fullmatch("[0-9a-fA-F]+", digits) and len(digits) == _LENGTHS[kind] else -1
+            if 0 <= code < 0xD800 or 0xE000 <= code < 0x110000:
+                self.at += len(digits)
+                return chr(code)
+        self.at -= 2
+        raise self._error(f"unknown escape \\{kind}")
+
+
+def lark_literal(text: str) -> str:
+    """A text as a literal of llguidance's Lark: JSON's, without the control characters that it does not take."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(f"\\u{ord(c):04x}" if 0x7F <= ord(c) < 0xA0 else c for c in quoted)
+
+
+# Lark: github.com/lark-parser/lark, docs/grammar.md
+
+#: What a grammar is read in: strings, regexes and comments first, as they may hold what looks like the rest.
+_LARK_PARTS = re.compile(
+    r"""(?P<string>"(?:\\.|[^"\\\n])*")
+    | (?P<comment>//[^\n]*|\#[^\n]*)
+    | (?P<regex>/(?!/)(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\n])+/)
+    | (?P<json>%json\b\s*)
+    | (?P<head>^[ \t]*[?!]{0,2}[A-Za-z_][A-Za-z0-9_]*(?:\.-?\d+)(?=[ \t]*(?:\[[^\]\n]*\][ \t]*)?:))
+    | (?P<mark>^[ \t]*[?!]{1,2}(?=[A-Za-z_]))
+    """,
+    re.VERBOSE | re.MULTILINE,
+)
+_LARK_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))|\\(.)")
+
+
+def plain_lark(text: str, rewrite_schema: Callable[[str], str]) -> str:
+    """A grammar of Lark in llguidance's dialect, which has no priorities, marks of rules, or some escapes.
+
+    Priorities and marks (``?``, ``!``) decide which tree a text has, and not whether it is of the grammar.
+
+    Args:
+        rewrite_schema: is given the text of each schema behind ``%json``, and returns it as llguidance reads it.
+
+    Raises:
+        InvalidRequestError: an escape stands for no character, or what follows ``%json`` is no JSON.
+    """
+    written, at = [], 0
+    while (found := _LARK_PARTS.search(text, at)) is not None:
+        written.append(text[at : found.start()])
+        at = found.end()
+        part = found[0]
+        if found["string"]:
+            part = _LARK_ESCAPE.sub(_lark_char, part)
+        elif found["json"] and text[at : at + 1] in ("{", "["):
+            try:
+                _, end = json.JSONDecoder().raw_decode(text, at)
+            except (ValueError, RecursionError) as e:
+                line = text.count("\n", 0, at) + 1
+                raise InvalidRequestError(f"line {line}: what follows %json is not valid JSON: {e}") from None
+            part += rewrite_schema(text[at:end])
+            at = end
+        elif found["head"]:
+            part = part.lstrip(" \t?!").partition(".")[0]
+        elif found["mark"]:
+            part = ""
+        written.append(part)
+    return "".join(written) + text[at:]
+
+
+def _lark_char(found: re.Match[str]) -> str:
+    digits = found[1] or found[2] or found[3]
+    if digits is None:
+        return found[0]
+    code = int(digits, 16)
+    if 0xD800 <= code < 0xE000 and found[2]:  # half of a pair of JSON's, which llguidance reads
+        return found[0]
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise InvalidRequestError(f"the escape {found[0]} stands for no character")
+    return lark_literal(chr(code))[1:-1]

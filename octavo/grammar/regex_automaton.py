@@ -1,0 +1,442 @@
+"""Regular expressions with look-around, word boundaries and inner anchors, as plain ones that match the same texts.
+
+An alternating automaton (Chandra, Kozen, Stockmeyer, "Alternation", JACM 1981) follows the parts of the regex: a
+look-ahead is a second condition on the rest of the text, a negated one a condition that must fail. Its configurations,
+which are boolean formulas over positions in the regex, are the states of a deterministic automaton. That is minimised,
+and written as a regex by eliminating its states (Brzozowski and McCluskey, 1963).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import unicodedata
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from octavo.grammar.ecma_regex import (
+    ANY,
+    ANYTHING,
+    MAX_CODE,
+    Assertion,
+    Chars,
+    Choice,
+    Node,
+    Ranges,
+    Repeat,
+    Sequence,
+    UnsupportedRegexError,
+    children,
+    complement,
+    normalized,
+    write_chars,
+)
+
+#: Bounds within which an expansion stays: instructions, states, terms of a formula, and characters of the result.
+_MAX_PROGRAM = 3_000
+_MAX_STATES = 400
+_MAX_TERMS = 200
+_MAX_LENGTH = 50_000
+_MAX_SYMBOLS = 100
+_WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+
+#: A position in the program, and whether the rest of the text must match from there (or must not).
+_Literal = tuple[int, bool]
+#: A disjunction of conjunctions; without terms it is false, with an empty term true.
+_Formula = frozenset[frozenset[_Literal]]
+_FALSE: _Formula = frozenset()
+_TRUE: _Formula = frozenset({frozenset()})
+
+
+def expanded(node: Node) -> str:
+    """A regex of Rust without assertions that matches exactly the whole texts that the node matches.
+
+    Raises:
+        UnsupportedRegexError: it would be too large.
+    """
+    symbols = _Symbols(node)
+    start, moves, accepting = _minimised(*_determinised(_Program(node, symbols), symbols))
+    return _regex_of(start, moves, accepting, symbols)
+
+
+def _too_large() -> UnsupportedRegexError:
+    return UnsupportedRegexError("the regex is too large for its look-around to be expanded")
+
+
+class _Symbols:
+    """Characters in groups that no set of the regex tells apart."""
+
+    def __init__(self, node: Node) -> None:
+        found: set[Chars] = {ANY}  # before what look-behinds hold
+        bounded = False
+        waiting = [node]
+        while waiting:
+            part = waiting.pop()
+            if isinstance(part, Chars):
+                found.add(part)
+            bounded = bounded or (isinstance(part, Assertion) and part.kind in "bB")
+            waiting += children(part)
+        sets = {chars: _ranges_of(chars) for chars in found}
+        tests = [*sets.values(), _WORD] if bounded else [*sets.values()]
+        cuts = sorted({0, *(cut for ranges in tests for low, high in ranges for cut in (low, high + 1))})
+        pieces = [(low, high - 1) for low, high in zip(cuts, [*cuts[1:], MAX_CODE + 1], strict=True) if low < high]
+        groups: dict[tuple[bool, ...], list[tuple[int, int]]] = {}
+        members = [_membership(ranges, pieces) for ranges in tests]
+        for i, piece in enumerate(pieces):
+            groups.setdefault(tuple(member[i] for member in members), []).append(piece)
+        if len(groups) > _MAX_SYMBOLS:
+            raise _too_large()
+        #: The ranges of each symbol.
+        self.ranges = [normalized(group) for group in groups.values()]
+        #: The symbols of each set, and of words.
+        self.of = {chars: frozenset(k for k, key in enumerate(groups) if key[i]) for i, chars in enumerate(sets)}
+        self.word = frozenset(k for k, key in enumerate(groups) if bounded and key[-1])
+
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+
+def _membership(ranges: Ranges, pieces: list[tuple[int, int]]) -> list[bool]:
+    """Whether each piece is within the ranges; both are in order."""
+    found, i = [], 0
+    for low, _ in pieces:
+        while i < len(ranges) and ranges[i][1] < low:
+            i += 1
+        found.append(i < len(ranges) and ranges[i][0] <= low)
+    return found
+
+
+def _ranges_of(chars: Chars) -> Ranges:
+    ranges = [*chars.ranges]
+    for name, negated in chars.properties:
+        found = _property(name)
+        ranges += complement(found) if negated else found
+    if chars.folded:
+        ranges += _other_cases(ranges)
+    return complement(ranges) if chars.negated else normalized(ranges)
+
+
+def _other_cases(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    found = []
+    for low, high in normalized(ranges):
+        for code in range(low, min(high, 0x1FFFF) + 1):
+            for other in {chr(code).lower(), chr(code).upper()}:
+                if len(other) == 1 and ord(other) != code:
+                    found.append((ord(other), ord(other)))
+    return found
+
+
+@functools.cache
+def _property(name: str) -> Ranges:
+    """The characters of a general category of Unicode."""
+    short = name.partition("=")[2] or name
+    short = {"Letter": "L", "Number": "N", "Punctuation": "P", "Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll",
+             "Decimal_Number": "Nd", "Symbol": "S", "Mark": "M", "Separator": "Z"}.get(short, short)  # fmt: skip
+    if not (1 <= len(short) <= 2 and short[0] in "LMNPSZC"):
+        raise UnsupportedRegexError(f"the property {name} is not supported beside look-around")
+    codes = [c for c in range(sys.maxunicode + 1) if unicodedata.category(chr(c)).startswith(short)]
+    return normalized((code, code) for code in codes)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An instruction: ``chars`` consume a symbol, the other kinds do not."""
+
+    kind: str
+    then: tuple[int, ...] = ()
+    symbols: frozenset[int] = frozenset()
+    look: int = 0
+    negated: bool = False
+
+
+class _Program:
+    """The instructions of a regex; ``start`` is the first."""
+
+    def __init__(self, node: Node, symbols: _Symbols) -> None:
+        self.steps: list[_Step] = []
+        self._symbols = symbols
+        #: Programs that are followed from the beginning of the text, of look-behinds.
+        self.behind: list[int] = []
+        self.start = self._compile(node, self._add(_Step("end")))
+
+    def _add(self, step: _Step) -> int:
+        if len(self.steps) >= _MAX_PROGRAM:
+            raise _too_large()
+        self.steps.append(step)
+        return len(self.steps) - 1
+
+    def _compile(self, node: Node, then: int) -> int:
+        """The first instruction of a node, after which ``then`` follows."""
+        if isinstance(node, Chars):
+            return self._add(_Step("chars", (then,), self._symbols.of[node]))
+        if isinstance(node, Sequence):
+            for part in reversed(node.parts):
+                then = self._compile(part, then)
+            return then
+        if isinstance(node, Choice):
+            return self._add(_Step("split", tuple(self._compile(option, then) for option in node.options)))
+        if isinstance(node, Assertion):
+            return self._add(_Step(node.kind, (then,)))
+        if isinstance(node, Repeat):
+            return self._repeat(node, then)
+        if node.behind:
+            # What is behind matches if any beginning of the text ends with it.
+            self.behind.append(self._compile(Sequence((ANYTHING, node.part)), self._add(_Step("here"))))
+            return self._add(_Step("behind", (then,), look=len(self.behind) - 1, negated=node.negated))
+        look = self._compile(node.part, self._add(_Step("all")))
+        return self._add(_Step("look", (then,), look=look, negated=node.negated))
+
+    def _repeat(self, node: Repeat, then: int) -> int:
+        if node.most is None:
+            loop = self._add(_Step("split"))
+            body = self._compile(node.part, loop)
+            self.steps[loop] = _Step("split", (body, then))
+            then = loop
+        else:
+            for _ in range(node.most - node.least):
+                then = self._add(_Step("split", (self._compile(node.part, then), then)))
+        for _ in range(node.least):
+            then = self._compile(node.part, then)
+        return then
+
+
+@dataclass
+class _Place:
+    """What an instruction sees that consumes nothing: the symbols before and after it; None: there is none."""
+
+    before: int | None
+    after: int | None
+    #: Whether what each look-behind holds ends here.
+    behind: list[bool] = field(default_factory=list)
+
+
+class _Machine:
+    """Follows a program: what must match after a symbol, and whether a text may end."""
+
+    def __init__(self, program: _Program, symbols: _Symbols) -> None:
+        self._steps, self._word = program.steps, symbols.word
+
+    def after(self, formula: _Formula, place: _Place) -> _Formula:
+        """What must hold of the text behind ``place.after``; at the end of the text, true or false."""
+        memo: dict[int, _Formula] = {}
+        terms = _FALSE
+        for term in formula:
+            product = _TRUE
+            for position, positive in term:
+                found = self._expand(position, place, memo, set())
+                product = _both(product, found if positive else _not(found))
+                if not product:
+                    break
+            terms = _either(terms, product)
+        return terms
+
+    def _expand(self, position: int, place: _Place, memo: dict[int, _Formula], on_way: set[int]) -> _Formula:
+        if position in memo:
+            return memo[position]
+        if position in on_way:  # a loop that consumes nothing adds nothing
+            return _FALSE
+        step = self._steps[position]
+        on_way.add(position)
+        found = self._formula(step, lambda other: self._expand(other, place, memo, on_way), place)
+        on_way.discard(position)
+        if not on_way:
+            memo[position] = found
+        return found
+
+    def _formula(self, step: _Step, expand: Callable[[int], _Formula], place: _Place) -> _Formula:
+        if step.kind == "chars":
+            if place.after is None or place.after not in step.symbols:
+                return _FALSE
+            return frozenset({frozenset({(step.then[0], True)})})
+        if step.kind == "end":
+            return _TRUE if place.after is None else _FALSE
+        if step.kind == "all":
+            return _TRUE
+        if step.kind == "here":  # only what ends at this place counts, see ``ends_here``
+            return _FALSE
+        if step.kind == "split":
+            return functools.reduce(_either, (expand(position) for position in step.then), _FALSE)
+        if step.kind == "look":
+            looked = expand(step.look)
+            looked = _not(looked) if step.negated else looked
+            return _both(looked, expand(step.then[0])) if looked else _FALSE
+        return expand(step.then[0]) if self._holds(step, place) else _FALSE
+
+    def _holds(self, step: _Step, place: _Place) -> bool:
+        if step.kind == "^":
+            return place.before is None
+        if step.kind == "$":
+            return place.after is None
+        if step.kind == "behind":
+            return place.behind[step.look] != step.negated
+        at_boundary = (place.before in self._word) != (place.after in self._word)
+        return at_boundary == (step.kind == "b")
+
+    def ends_here(self, formula: _Formula, place: _Place) -> bool:
+        """Whether a look-behind's program has reached its end with what is before this place."""
+        waiting, seen = [position for term in formula for position, _ in term], set[int]()
+        while waiting:
+            position = waiting.pop()
+            step = self._steps[position]
+            if position in seen:
+                continue
+            seen.add(position)
+            if step.kind == "here":
+                return True
+            if step.kind == "split" or (step.kind in "^$bB" and self._holds(step, place)):
+                waiting += step.then
+            elif step.kind in ("look", "behind"):
+                raise UnsupportedRegexError("look-around within a look-behind is not supported")
+        return False
+
+
+def _simplified(terms: Iterable[frozenset[_Literal]]) -> _Formula:
+    """Without terms that contradict themselves, and without those that others imply."""
+    kept: list[frozenset[_Literal]] = []
+    for term in sorted(set(terms), key=len):
+        if any((position, not positive) in term for position, positive in term):
+            continue
+        if not any(other <= term for other in kept):
+            kept.append(term)
+    if len(kept) > _MAX_TERMS:
+        raise _too_large()
+    return frozenset(kept)
+
+
+def _either(a: _Formula, b: _Formula) -> _Formula:
+    return _simplified([*a, *b]) if a and b else a or b
+
+
+def _both(a: _Formula, b: _Formula) -> _Formula:
+    if a == _TRUE or b == _TRUE:
+        return b if a == _TRUE else a
+    if len(a) * len(b) > _MAX_TERMS * 10:
+        raise _too_large()
+    return _simplified(x | y for x in a for y in b)
+
+
+def _not(formula: _Formula) -> _Formula:
+    found = _TRUE
+    for term in formula:
+        found = _both(found, frozenset(frozenset({(position, not positive)}) for position, positive in term))
+    return found
+
+
+#: What is known after a beginning of a text: the condition on the rest, those of look-behinds, the last symbol.
+_State = tuple[_Formula, tuple[_Formula, ...], int | None]
+
+
+def _determinised(program: _Program, symbols: _Symbols) -> tuple[list[list[int]], list[bool]]:
+    """Moves [state][symbol], of which state 0 is the first, and which states may end."""
+    machine = _Machine(program, symbols)
+    kinds = {step.kind for step in program.steps}
+    before_matters = not kinds.isdisjoint({"b", "B", "^"}) or bool(program.behind)
+
+    def known(symbol: int | None) -> int | None:
+        """A symbol that stands for all that count as the same when it has gone by."""
+        if symbol is None or not before_matters:
+            return None if symbol is None else 0
+        if symbol in symbols.word:
+            return min(symbols.word)
+        return next(i for i in range(len(symbols)) if i not in symbols.word)
+
+    first: _State = (
+        frozenset({frozenset({(program.start, True)})}),
+        tuple(frozenset({frozenset({(start, True)})}) for start in program.behind),
+        None,
+    )
+    numbers: dict[_State, int] = {first: 0}
+    order, moves, accepting = [first], list[list[int]](), list[bool]()
+    for formula, behind, before in order:
+        flags = [machine.ends_here(one, _Place(before, None)) for one in behind]
+        accepting.append(bool(machine.after(formula, _Place(before, None, flags))))
+        row = []
+        for symbol in range(len(symbols)):
+            flags = [machine.ends_here(one, _Place(before, symbol)) for one in behind]
+            place = _Place(before, symbol, flags)
+            state: _State = (
+                machine.after(formula, place),
+                tuple(machine.after(one, place) for one in behind),
+                known(symbol),
+            )
+            if not state[0]:
+                state = (_FALSE, (), None)
+            if state not in numbers:
+                if len(numbers) >= _MAX_STATES:
+                    raise _too_large()
+                numbers[state] = len(numbers)
+                order.append(state)
+            row.append(numbers[state])
+        moves.append(row)
+    return moves, accepting
+
+
+def _minimised(moves: list[list[int]], accepting: list[bool]) -> tuple[int, list[list[int]], list[bool]]:
+    """The smallest automaton of the same language (Moore's partition refinement): first state, moves, ends."""
+    block = [int(end) for end in accepting]
+    count = 0
+    while len(set(block)) != count:
+        count = len(set(block))
+        keys: dict[tuple[int, ...], int] = {}
+        block = [keys.setdefault((block[i], *(block[j] for j in row)), len(keys)) for i, row in enumerate(moves)]
+    one_of = {number: i for i, number in enumerate(block)}
+    rows = [[block[j] for j in moves[one_of[number]]] for number in range(len(one_of))]
+    return block[0], rows, [accepting[one_of[number]] for number in range(len(one_of))]
+
+
+def _regex_of(start: int, moves: list[list[int]], accepting: list[bool], symbols: _Symbols) -> str:
+    """A regex of an automaton's language, by eliminating its states; "" between edges stands for the empty text."""
+    first, last = -1, -2
+    edges: dict[int, dict[int, str]] = {first: {start: ""}, last: {}}
+    for i, row in enumerate(moves):
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for symbol, target in enumerate(row):
+            groups.setdefault(target, []).extend(symbols.ranges[symbol])
+        edges[i] = {target: write_chars(_as_chars(ranges)) for target, ranges in groups.items()}
+        if accepting[i]:
+            edges[i][last] = ""
+    useful = _leading_to(last, edges)
+    if start not in useful:
+        return r"[^\x{0}-\x{10FFFF}]"
+    edges = {i: {j: text for j, text in out.items() if j in useful} for i, out in edges.items() if i in useful}
+    while len(edges) > 2:
+        into = {i: [j for j, out in edges.items() if i in out and j != i] for i in edges}
+        inner = [i for i in edges if i not in (first, last)]
+        _eliminate(min(inner, key=lambda i: len(into[i]) * (len(edges[i]) - (i in edges[i]))), edges, into)
+        if sum(len(text) for out in edges.values() for text in out.values()) > _MAX_LENGTH:
+            raise _too_large()
+    return edges[first][last]
+
+
+def _eliminate(state: int, edges: dict[int, dict[int, str]], into: dict[int, list[int]]) -> None:
+    out = edges.pop(state)
+    loop = out.pop(state, None)
+    again = "" if loop in (None, "") else f"(?:{loop})*"
+    for source in into[state]:
+        head = edges[source].pop(state)
+        for target, tail in out.items():
+            text = head + again + tail
+            known = edges[source].get(target)
+            edges[source][target] = text if known is None or known == text else _union(known, text)
+
+
+def _union(a: str, b: str) -> str:
+    if "" in (a, b):
+        return f"(?:{a or b})?"
+    return f"(?:{a}|{b})"
+
+
+def _leading_to(last: int, edges: dict[int, dict[int, str]]) -> set[int]:
+    found, grows = {last}, True
+    while grows:
+        more = {i for i, out in edges.items() if i not in found and not found.isdisjoint(out)}
+        found |= more
+        grows = bool(more)
+    return found
+
+
+def _as_chars(ranges: list[tuple[int, int]]) -> Chars:
+    """Written by what is shorter, the set or its complement."""
+    inside = normalized(ranges)
+    outside = complement(inside)
+    return Chars(outside, negated=True) if len(outside) < len(inside) else Chars(inside)

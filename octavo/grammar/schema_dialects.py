@@ -1,0 +1,462 @@
+"""Schemas as generators and older drafts write them, in the keywords that llguidance follows.
+
+A keyword is rewritten into others that allow the same values, or fewer. If there are none, it is *relaxed*: left out
+and reported, so that outputs are valid by the schema without it. Refusing it instead would refuse most schemas that
+generators write, for keywords (``uniqueItems``, ``format: path``) that their users never chose; ``strict`` does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from octavo.grammar.ecma_regex import RegexError, UnsupportedRegexError, parse, search, single_search
+
+Schema = dict[str, Any]
+
+#: Bounds of numbers that llguidance reads as they are: it has integers of 64 bits.
+LARGEST = (1 << 63) - 1
+#: The least bound that it reads as a double, without overflow.
+LEAST = -(1 << 63) + 1024
+#: The types of JSON values; an integer is also a number.
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+
+#: Formats that llguidance enforces.
+ENFORCED_FORMATS = frozenset(
+    {"date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+#: Formats that restrict no value: hints of OpenAPI about how a value is shown or stored.
+_FREE_FORMATS = frozenset({"password", "binary", "float", "double"})
+_UUID = "^[0-9a-fA-F]{{8}}-[0-9a-fA-F]{{4}}-{}[0-9a-fA-F]{{3}}-[89abAB][0-9a-fA-F]{{3}}-[0-9a-fA-F]{{12}}$"
+#: Formats that a regular expression says.
+_FORMAT_PATTERNS = {
+    "byte": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
+    "base64": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
+    "json-pointer": "^(?:/(?:[^~/]|~[01])*)*$",
+    "relative-json-pointer": "^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
+    "e164": r"^\+[1-9][0-9]{6,14}$",
+    "ulid": "^[0-7][0-9A-HJKMNP-TV-Z]{25}$",
+    **{f"uuid{version}": _UUID.format(version) for version in range(1, 9)},
+}
+_INTEGER_FORMATS = {
+    **{f"int{bits}": (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)},
+}  # fmt: skip
+#: Keywords that cannot be rewritten; those of the last line only speak with ``if`` or ``contains``.
+RELAXED = (
+    "$dynamicRef", "$recursiveRef", "dependencies", "dependentRequired", "dependentSchemas", "disallow", "divisibleBy",
+    "extends", "unevaluatedItems",
+)  # fmt: skip
+_SILENT = ("$dynamicAnchor", "$recursiveAnchor", "then", "else", "minContains", "maxContains")
+#: Most names that ``propertyNames`` is rewritten to.
+_MOST_NAMES = 1_000
+
+#: Is told the JSON pointer of a keyword that is left out.
+Report = Callable[[str, str], None]
+
+
+class Dialect:
+    """Rewrites the keywords of the schemas of one document, in place."""
+
+    def __init__(self, root: Schema, report: Report, resolve: Callable[[Schema], Schema]) -> None:
+        """``report`` is told of what is relaxed: the path of a schema, and a keyword of it.
+
+        ``resolve``: the schema that a ``$ref`` means, or the one that is given.
+        """
+        self._report = report
+        self._resolve = resolve
+        # A schema that names its draft is of JSON Schema, where ``nullable`` means nothing.
+        self._is_openapi = "$schema" not in root
+
+    def rewrite(self, path: str, schema: Schema) -> None:
+        """Rewrites the keywords of one schema, but those within it."""
+        self._exclusive(schema)
+        self._nullable(schema)
+        self._bounds(path, schema)
+        self._format(path, schema)
+        self._not(path, schema)
+        self._lists(path, schema)
+        self._conditions(path, schema)
+        self._unevaluated(path, schema)
+        self._property_names(path, schema)
+        self._counts_of_properties(path, schema)
+
+    def _relax(self, path: str, schema: Schema, keyword: str) -> None:
+        del schema[keyword]
+        self._report(path, keyword)
+
+    def _exclusive(self, schema: Schema) -> None:
+        """Draft 4: true says that the bound beside it is exclusive."""
+        for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+            if isinstance(value := schema.get(exclusive), bool):
+                del schema[exclusive]
+                if value and bound in schema:
+                    schema[exclusive] = schema.pop(bound)
+
+    def _nullable(self, schema: Schema) -> None:
+        """OpenAPI 3.0: null is allowed beside the type of the same schema."""
+        types = schema.get("type")
+        if schema.get("nullable") is True and self._is_openapi and types is not None:
+            listed = types if isinstance(types, list) else [types]
+            if "null" not in listed:
+                schema["type"] = [*listed, "null"]
+                # An enum lists all values, and generators forget null there.
+                if isinstance(values := schema.get("enum"), list) and None not in values:
+                    schema["enum"] = [*values, None]
+
+    def _bounds(self, path: str, schema: Schema) -> None:
+        """Bounds beyond 64 bits: a tighter one where there is, since outputs need not have every value."""
+        for keyword, sign in (("minimum", -1), ("exclusiveMinimum", -1), ("maximum", 1), ("exclusiveMaximum", 1)):
+            value = schema.get(keyword)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if abs(value) <= LARGEST and not (sign < 0 and value < LEAST):
+                continue
+            if value * sign > 0:
+                del schema[keyword]
+                inclusive = "minimum" if sign < 0 else "maximum"
+                known = schema.get(inclusive)
+                if not isinstance(known, int | float) or abs(known) > LARGEST:
+                    schema[inclusive] = LEAST if sign < 0 else LARGEST
+            else:  # all that it allows is beyond
+                self._relax(path, schema, keyword)
+        step = schema.get("multipleOf")
+        if isinstance(step, int | float) and not isinstance(step, bool) and step > LARGEST:
+            self._relax(path, schema, "multipleOf")
+        for keyword in ("maxLength", "maxItems", "maxProperties"):
+            value = schema.get(keyword)
+            if isinstance(value, int | float) and not isinstance(value, bool) and value > LARGEST:
+                del schema[keyword]  # nothing is so long
+
+    def _format(self, path: str, schema: Schema) -> None:
+        name = schema.get("format")
+        if not isinstance(name, str) or (name in ENFORCED_FORMATS and allows(schema, "string")):
+            return
+        if bounds := _INTEGER_FORMATS.get(name):
+            del schema["format"]
+            if allows(schema, "number"):
+                self._within(path, schema, *bounds)
+        elif name in _FREE_FORMATS or not allows(schema, "string", "number" if name not in ENFORCED_FORMATS else ""):
+            del schema["format"]
+        elif name in _FORMAT_PATTERNS:
+            del schema["format"]
+            conjoin(schema, {"pattern": _FORMAT_PATTERNS[name]})
+        else:
+            self._relax(path, schema, "format")
+
+    def _within(self, path: str, schema: Schema, low: int, high: int) -> None:
+        if not isinstance(schema.get("minimum", schema.get("exclusiveMinimum")), int | float):
+            schema["minimum"] = low
+        if not isinstance(schema.get("maximum", schema.get("exclusiveMaximum")), int | float):
+            schema["maximum"] = high
+        self._bounds(path, schema)
+
+    def _not(self, path: str, schema: Schema) -> None:
+        if "not" not in schema:
+            return
+        other = schema["not"]
+        if isinstance(other, dict):
+            other = {key: value for key, value in self._resolve(other).items() if key not in _NOTES}
+        if other is False:
+            del schema["not"]
+        elif other in (True, {}):
+            make_impossible(schema)
+        elif isinstance(other, dict) and _excluded(schema, other):
+            del schema["not"]
+        else:
+            self._relax(path, schema, "not")
+
+    def _lists(self, path: str, schema: Schema) -> None:
+        if "uniqueItems" in schema and isinstance(schema["uniqueItems"], bool):
+            most = schema.get("maxItems")
+            one = isinstance(most, int) and most <= 1
+            if not schema["uniqueItems"] or one or not allows(schema, "array"):
+                del schema["uniqueItems"]
+            else:
+                self._relax(path, schema, "uniqueItems")
+        if "contains" in schema:
+            if (schema.get("minContains") == 0 and "maxContains" not in schema) or not allows(schema, "array"):
+                del schema["contains"]
+            else:
+                self._relax(path, schema, "contains")
+
+    def _conditions(self, path: str, schema: Schema) -> None:
+        if "if" in schema:
+            if "then" in schema or "else" in schema:
+                self._relax(path, schema, "if")
+            else:
+                del schema["if"]
+        for keyword in _SILENT:
+            schema.pop(keyword, None)
+        for keyword in RELAXED:
+            if keyword in schema:
+                self._relax(path, schema, keyword)
+
+    def _property_names(self, path: str, schema: Schema) -> None:
+        if "propertyNames" not in schema:
+            return
+        names = schema["propertyNames"]
+        if isinstance(names, dict):
+            names = {key: value for key, value in self._resolve(names).items() if key not in _NOTES}
+        if (
+            names in (True, {}, {"type": "string"})
+            or not allows(schema, "object")
+            or (isinstance(names, dict) and _named(schema, names))
+        ):
+            del schema["propertyNames"]
+        else:
+            self._relax(path, schema, "propertyNames")
+
+    def _unevaluated(self, path: str, schema: Schema) -> None:
+        """Without other schemas of the same object, it means what ``additionalProperties`` does."""
+        if "unevaluatedProperties" not in schema:
+            return
+        if schema["unevaluatedProperties"] is True or "additionalProperties" in schema:
+            del schema["unevaluatedProperties"]
+            return
+        named = self._names(schema, 0)
+        if named is None:
+            self._relax(path, schema, "unevaluatedProperties")
+            return
+        schema["additionalProperties"] = schema.pop("unevaluatedProperties")
+        if named:
+            own = schema.get("properties")
+            schema["properties"] = {**dict.fromkeys(named, True), **(own if isinstance(own, dict) else {})}
+
+    def _names(self, schema: Schema, depth: int) -> list[str] | None:
+        """The properties that a schema and those beside it name; None: it depends on the value."""
+        if depth > 20 or not {"anyOf", "oneOf", "if", "$dynamicRef", "dependentSchemas"}.isdisjoint(schema):
+            return None
+        if depth and not {"additionalProperties", "patternProperties"}.isdisjoint(schema):
+            return None
+        found = list(schema.get("properties") or ())
+        beside = [part for part in schema.get("allOf") or () if isinstance(part, dict)]
+        if "$ref" in schema:
+            target = self._resolve(schema)
+            if target is schema:
+                return None
+            beside.append(target)
+        for part in beside:
+            names = self._names(part, depth + 1)
+            if names is None:
+                return None
+            found += names
+        return found
+
+    def _counts_of_properties(self, path: str, schema: Schema) -> None:
+        """How many properties: names that a schema does not name may come twice, so they count for one."""
+        required = schema.get("required")
+        needed = len(set(required)) if isinstance(required, list) and all(isinstance(n, str) for n in required) else 0
+        least = schema.get("minProperties")
+        if isinstance(least, int) and not isinstance(least, bool) and least >= 0:
+            if least <= needed and schema.get("type") == "object":
+                del schema["minProperties"]
+            elif least > needed + 1:
+                self._relax(path, schema, "minProperties")
+
+
+#: Keywords that say nothing about values.
+_NOTES = frozenset({"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"})
+
+
+def translate_patterns(path: str, schema: Schema, report: Report) -> None:
+    """Writes the regexes of one schema as llguidance reads them.
+
+    Raises:
+        RegexError: with the keyword, and what is wrong: one is no regex.
+    """
+    if isinstance(pattern := schema.get("pattern"), str):
+        try:
+            first, *more = [f"^(?:{part})$" for part in search(pattern)]
+        except UnsupportedRegexError:
+            del schema["pattern"]
+            report(path, "pattern")
+        except RegexError as e:
+            raise RegexError(f"/pattern: {e}") from None
+        else:
+            schema["pattern"] = first
+            for part in more:
+                conjoin(schema, {"pattern": part})
+    if isinstance(named := schema.get("patternProperties"), dict):
+        written: Schema = {}
+        for pattern, value in named.items():
+            try:
+                written[f"^(?:{single_search(pattern)})$"] = value
+            except UnsupportedRegexError:
+                del schema["patternProperties"]
+                report(path, "patternProperties")
+                return
+            except RegexError as e:
+                raise RegexError(f"/patternProperties: {e}") from None
+        schema["patternProperties"] = written
+
+
+def conjoin(schema: Schema, part: Schema) -> None:
+    """Adds a condition; as a keyword of the schema itself where it has none of the name."""
+    if all(keyword not in schema for keyword in part):
+        schema.update(part)
+    else:
+        schema["allOf"] = [*(schema.get("allOf") or ()), part]
+
+
+def allows(schema: Schema, *kinds: str) -> bool:
+    """Whether the type of a schema, as far as it says one, is one of these."""
+    types = schema.get("type")
+    if types is None:
+        return True
+    listed = types if isinstance(types, list) else [types]
+    return any(kind in listed or (kind == "number" and "integer" in listed) for kind in kinds)
+
+
+def has_large_number(value: Any) -> bool:
+    """Whether there is a number in a value that llguidance takes for another."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, int | float) and abs(value) > LARGEST:
+            return True
+        if isinstance(value, list | dict):
+            waiting += value if isinstance(value, list) else value.values()
+    return False
+
+
+def _excluded(schema: Schema, other: Schema) -> bool:
+    """Excludes the values of another schema by other keywords than ``not``; whether that could be done."""
+    keywords = set(other)
+    if keywords == {"type"}:
+        return _exclude_types(schema, other["type"])
+    if "const" in other and keywords <= {"const", "type"}:
+        return _exclude_values(schema, [other["const"]])
+    if "enum" in other and keywords <= {"enum", "type"} and isinstance(other["enum"], list):
+        return _exclude_values(schema, other["enum"])
+    if keywords in ({"pattern"}, {"pattern", "type"}) and schema.get("type") == "string":
+        return other.get("type", "string") == "string" and _exclude_pattern(schema, other["pattern"])
+    names = other.get("required")
+    if keywords <= {"required", "type"} and isinstance(names, list) and len(names) == 1:
+        if schema.get("type") != "object" or names[0] in (schema.get("required") or ()):
+            return False
+        schema["properties"] = {**(schema.get("properties") or {}), names[0]: False}
+        return True
+    return False
+
+
+def _exclude_types(schema: Schema, excluded: Any) -> bool:
+    types = schema.get("type", [*TYPES])
+    left = types if isinstance(types, list) else [types]
+    for kind in excluded if isinstance(excluded, list) else [excluded]:
+        if kind not in (*TYPES, "integer") or (kind == "integer" and "number" in left):
+            return False
+        left = [one for one in left if one != kind and not (kind == "number" and one == "integer")]
+    if left:
+        schema["type"] = left
+    else:
+        make_impossible(schema)
+    return True
+
+
+def _exclude_values(schema: Schema, values: list[Any]) -> bool:
+    excluded = {canonical(value) for value in values}
+    if "const" in schema:
+        if canonical(schema["const"]) in excluded:
+            make_impossible(schema)
+        return True
+    if isinstance(listed := schema.get("enum"), list) or schema.get("type") == "boolean":
+        kept = [v for v in (listed if isinstance(listed, list) else [True, False]) if canonical(v) not in excluded]
+        if kept:
+            schema["enum"] = kept
+        else:
+            make_impossible(schema)
+        return True
+    if schema.get("type") != "string":
+        return False
+    texts = [value for value in values if isinstance(value, str)]
+    return not texts or _exclude_pattern(schema, f"^(?:{'|'.join(map(_as_pattern, texts))})$")
+
+
+def _exclude_pattern(schema: Schema, pattern: Any) -> bool:
+    if not isinstance(pattern, str):
+        return False
+    negated = f"^(?![^]*(?:{pattern}))"
+    try:
+        parse(pattern)
+        search(negated)
+    except RegexError:
+        return False
+    conjoin(schema, {"pattern": negated})
+    return True
+
+
+def _named(schema: Schema, names: Schema) -> bool:
+    """Says by other keywords which names properties may have; whether that could be done."""
+    others = schema.get("additionalProperties", True)
+    own = schema.get("properties") or {}
+    if "patternProperties" in schema or not isinstance(own, dict):
+        return False
+    listed = [names["const"]] if "const" in names else names.get("enum")
+    if isinstance(listed, list) and set(names) <= {"const", "enum", "type"} and len(listed) <= _MOST_NAMES:
+        allowed = list(dict.fromkeys(name for name in listed if isinstance(name, str)))
+        known = {name: value if name in allowed else False for name, value in own.items()}
+        schema["properties"] = {**dict.fromkeys(allowed, others), **known} if others is not False else known
+        schema["additionalProperties"] = False
+        return True
+    if own or not set(names) <= {"type", "pattern", "minLength", "maxLength", "format"}:
+        return False
+    if (pattern := _name_pattern(names)) is None:
+        return False
+    if others is not False:
+        schema["patternProperties"] = {pattern: others}
+        schema["additionalProperties"] = False
+    return True
+
+
+def _name_pattern(names: Schema) -> str | None:
+    """A pattern of the names that a schema allows; None: it cannot be made, or is too large."""
+    conditions = []
+    if isinstance(pattern := names.get("pattern"), str):
+        conditions.append(pattern)
+    least, most = names.get("minLength", 0), names.get("maxLength")
+    if not isinstance(least, int) or not isinstance(most, int | None):
+        return None
+    if least or most is not None:
+        conditions.append(f"^[^]{{{least},{'' if most is None else most}}}$")
+    if (name := names.get("format")) is not None:
+        if name == "uuid" or name in _FORMAT_PATTERNS:
+            conditions.append(_FORMAT_PATTERNS.get(name) or _UUID.format("[0-9a-fA-F]"))
+        elif not isinstance(pattern, str):  # generators write the pattern that a format means beside it
+            return None
+    if not conditions:
+        return None
+    joined = conditions[0]
+    if len(conditions) > 1:
+        joined = "^" + "".join(f"(?=[^]*(?:{condition}))" for condition in conditions)
+    try:
+        for condition in conditions:
+            parse(condition)
+        single_search(joined)
+    except RegexError:
+        return None
+    return joined
+
+
+def make_impossible(schema: Schema) -> None:
+    """Leaves a schema no value."""
+    schema.clear()
+    schema["anyOf"] = [False]
+
+
+def canonical(value: Any) -> str:
+    """Equal for equal values of JSON, where 1 and 1.0 are one number."""
+    if isinstance(value, dict):
+        inner = sorted((json.dumps(key), canonical(one)) for key, one in value.items())
+        return "{" + ",".join(f"{key}:{one}" for key, one in inner) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(canonical, value)) + "]"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return json.dumps(value)
+
+
+def _as_pattern(text: str) -> str:
+    """A pattern that matches a text as it is."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\u{{{ord(c):x}}}" for c in text)
