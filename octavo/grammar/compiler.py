@@ -7,6 +7,7 @@ one ends the process that compiles it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
@@ -24,7 +25,11 @@ from octavo.sandbox.process import SandboxAnswer, SandboxCall
 
 #: Bytes of grammars, and of messages about those that cannot be compiled, that are kept.
 CACHE_BYTES = 64 << 20
+#: Most characters of a line of the log.
+_LONGEST_MESSAGE = 1000
 OPTION = "structured_outputs_compile_seconds"
+
+logger = logging.getLogger(__name__)
 
 
 class GrammarCompiler:
@@ -73,6 +78,11 @@ class GrammarCompiler:
         """
         return _grammar_of(await asyncio.wrap_future(self._submit(params, client)))
 
+    def relaxed(self, params: StructuredOutputsParams) -> list[str]:
+        """Places of the keywords of a compiled form that its outputs are not held to; none if it is not kept."""
+        known = self._look_up(digest(self.resolved(params)))
+        return [] if known is None else known.relaxed
+
     def resolved(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
         """The form, in which the engine's options say what it leaves open."""
         spaces, closes = params.disable_any_whitespace, params.disable_additional_properties
@@ -95,7 +105,11 @@ class GrammarCompiler:
             if answer.failure:
                 refused = CheckAnswer(error=f"structured_outputs.{params.form} {self._reason(answer)}")
                 return self._keep(key, refused, answer.seconds)
-            return self._keep(key, msgspec.json.decode(answer.content, type=CheckAnswer), answer.seconds)
+            checked = msgspec.json.decode(answer.content, type=CheckAnswer)
+            if checked.relaxed:
+                shown = " ".join(map(ascii, checked.relaxed))[:_LONGEST_MESSAGE]
+                logger.warning("structured_outputs.%s: outputs are not held to these keywords: %s", params.form, shown)
+            return self._keep(key, checked, answer.seconds)
 
         call = SandboxCall("octavo.grammar.compile:check", content, self._seconds)
         future = self._sandbox.submit(call, read, client=client, key=key)
@@ -145,4 +159,9 @@ def _grammar_of(answer: CheckAnswer) -> Grammar:
 
 
 def _size(answer: CheckAnswer) -> int:
-    return 500 + len(answer.error) + (0 if answer.grammar is None else len(answer.grammar.source))
+    return (
+        500
+        + len(answer.error)
+        + sum(map(len, answer.relaxed))
+        + (0 if answer.grammar is None else len(answer.grammar.source))
+    )

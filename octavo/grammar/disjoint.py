@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from octavo.grammar.json_schema import target
 from octavo.grammar.schema_dialects import TYPES, Schema, canonical
 
 #: Most comparisons of a document: what is not seen within them counts as not disjoint.
@@ -89,8 +90,6 @@ class Disjointness:
         return found
 
     def _target(self, schema: Schema) -> Schema | None:
-        from octavo.grammar.json_schema import target
-
         referred = target(self._root, schema)
         return referred[1] if referred is not None and isinstance(referred[1], dict) else None
 

@@ -1,10 +1,9 @@
-"""Regexes of ECMA-262, the dialect of JSON Schema, written for Rust's crate ``regex``, which llguidance reads.
+"""Regexes of ECMA-262, the dialect of JSON Schema; ``rust_regex`` writes them as llguidance reads regexes.
 
-The same text means different things in the two: ``\\d`` and ``\\w`` are ASCII in ECMA-262, ``\\s`` has the byte order
-mark, ``.`` excludes four line terminators, ``[a&&b]`` holds an ampersand. So a regex is parsed here, and written anew
-with explicit sets of characters. Grouping, laziness and names of groups do not change which texts match, and are left
-out. What needs more than regular languages, such as a back-reference, is an error. Look-around is expanded by
-``regex_automaton``.
+The same text means other things to llguidance, whose regexes are those of Rust's crate ``regex``: there ``\\d`` and
+``\\w`` are of all of Unicode, ``\\s`` lacks the byte order mark, ``.`` matches a carriage return, ``[a&&b]`` is an
+intersection. So a regex is parsed here, and written anew with explicit sets of characters. Grouping, laziness and names
+of groups do not change which texts match, and are left out. What is not regular, such as a back-reference, is an error.
 
 Accepted beyond ECMA-262 with the flag ``u``, as schemas in use have it: braces and brackets that stand for themselves,
 escaped punctuation, and ``(?P<name>``, ``(?i)``, ``(?s)`` of other dialects, which mean nothing else in this one.
@@ -111,36 +110,6 @@ def parse(text: str) -> Node:
     return _Parser(text).parse()
 
 
-def whole_match(text: str) -> list[str]:
-    """Regexes of Rust that each match a whole text if and only if the whole text matches the given one.
-
-    Several stand for a conjunction: of the look-aheads that begin a regex, and what follows them.
-
-    Raises:
-        RegexError: see ``parse``; look-around that is too large is an ``UnsupportedRegexError``.
-    """
-    return [_written(part) for part in _conjuncts(parse(text))]
-
-
-def search(text: str) -> list[str]:
-    """As ``whole_match``, of the texts in which the regex matches somewhere, as JSON Schema's ``pattern`` means it."""
-    node = parse(text)
-    head = next(iter(_flat(node)), None)
-    if head == Assertion("^"):
-        return [_written(Sequence((part, ANYTHING))) for part in _conjuncts(node)]
-    return [_written(Sequence((ANYTHING, node, ANYTHING)))]
-
-
-def single_search(text: str) -> str:
-    """As ``search``, in one regex."""
-    return _written(Sequence((ANYTHING, parse(text), ANYTHING)))
-
-
-def single_whole_match(text: str) -> str:
-    """As ``whole_match``, in one regex."""
-    return _written(parse(text))
-
-
 def normalized(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """The ranges in order, without overlap."""
     merged: list[tuple[int, int]] = []
@@ -182,13 +151,6 @@ def _split(low: int, high: int) -> list[tuple[int, int]]:
     return [(a, b) for a, b in parts if a <= b]
 
 
-def has_look(node: Node) -> bool:
-    """Whether an automaton is needed to write it: it has look-around, or an anchor that is not at an end."""
-    if isinstance(node, Assertion | Look):
-        return True
-    return any(map(has_look, children(node)))
-
-
 def children(node: Node) -> tuple[Node, ...]:
     """The parts of a node."""
     if isinstance(node, Sequence):
@@ -201,90 +163,6 @@ def children(node: Node) -> tuple[Node, ...]:
 def _literal(code: int) -> str:
     char = chr(code)
     return char if char.isascii() and char.isalnum() else rf"\x{{{code:X}}}"
-
-
-def _flat(node: Node) -> tuple[Node, ...]:
-    """The parts of a sequence, also of those within it."""
-    if not isinstance(node, Sequence):
-        return (node,)
-    return tuple(inner for part in node.parts for inner in _flat(part))
-
-
-def _conjuncts(node: Node) -> list[Node]:
-    """Regexes of which a text must match all, from its beginning: leading look-aheads stand alone."""
-    parts = _flat(node)
-    count = next((i for i, part in enumerate(parts) if not _leads(part)), len(parts))
-    looks = [part for part in parts[:count] if isinstance(part, Look)]
-    if not looks:
-        return [node]
-    found: list[Node] = []
-    for look in looks:
-        start = Assertion("^")
-        if look.negated:
-            found.append(Sequence((start, look, ANYTHING)))
-        else:
-            found.append(Sequence((start, look.part, ANYTHING)))
-    rest = parts[count:]
-    return [*found, Sequence((Assertion("^"), *rest))]
-
-
-def _leads(part: Node) -> bool:
-    return part == Assertion("^") or (isinstance(part, Look) and not part.behind)
-
-
-def _written(node: Node) -> str:
-    """A regex of Rust that matches the whole texts that the node matches."""
-    plain = _without_anchors(node)
-    if plain is not None and not has_look(plain):
-        return _plain(plain)
-    from octavo.grammar.regex_automaton import expanded
-
-    return expanded(node)
-
-
-def _without_anchors(node: Node) -> Node | None:
-    """The same without anchors at its ends; None: it has such between other parts."""
-    if not has_look(node):
-        return node
-    parts = [part for part in _flat(node) if part != EMPTY]
-    # Alternatives at the ends decide for themselves whether they are anchored.
-    for i, part in enumerate(parts):
-        if isinstance(part, Choice) and has_look(part) and len(part.options) <= 100:
-            before, after = parts[:i], parts[i + 1 :]
-            if all(p == ANYTHING or p == Assertion("^") for p in before) and all(
-                p == ANYTHING or p == Assertion("$") for p in after
-            ):
-                options = [_without_anchors(Sequence((*before, option, *after))) for option in part.options]
-                if all(option is not None for option in options):
-                    return Choice(tuple(option for option in options if option is not None))
-            return None
-    anchors = [i for i, part in enumerate(parts) if part == Assertion("^")]
-    if anchors:
-        # Before a beginning nothing but the empty text can stand.
-        if any(part not in (ANYTHING, Assertion("^")) for part in parts[: anchors[-1]]):
-            return None
-        parts = parts[anchors[-1] + 1 :]
-    anchors = [i for i, part in enumerate(parts) if part == Assertion("$")]
-    if anchors:
-        if any(part not in (ANYTHING, Assertion("$")) for part in parts[anchors[0] + 1 :]):
-            return None
-        parts = parts[: anchors[0]]
-    return Sequence(tuple(parts))
-
-
-def _plain(node: Node) -> str:
-    """A node without assertions as a regex of Rust."""
-    if isinstance(node, Chars):
-        return write_chars(node)
-    if isinstance(node, Sequence):
-        return "".join(f"(?:{_plain(p)})" if isinstance(p, Choice) else _plain(p) for p in node.parts)
-    if isinstance(node, Choice):
-        return "|".join(map(_plain, node.options))
-    assert isinstance(node, Repeat)
-    inner = _plain(node.part)
-    if not isinstance(node.part, Chars):
-        inner = f"(?:{inner})"
-    return inner + quantifier(node.least, node.most)
 
 
 def quantifier(least: int, most: int | None) -> str:

@@ -315,6 +315,7 @@ def lark_literal(text: str) -> str:
 #: What a grammar is read in: strings, regexes and comments first, as they may hold what looks like the rest.
 _LARK_PARTS = re.compile(
     r"""(?P<string>"(?:\\.|[^"\\\n])*")
+    | (?P<token><[^<>\s]+>)
     | (?P<comment>//[^\n]*|\#[^\n]*)
     | (?P<regex>/(?!/)(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\n])+/)
     | (?P<json>%json\b\s*)

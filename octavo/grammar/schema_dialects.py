@@ -11,7 +11,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from octavo.grammar.ecma_regex import RegexError, UnsupportedRegexError, parse, search, single_search
+from octavo.grammar.ecma_regex import RegexError, UnsupportedRegexError, parse
+from octavo.grammar.rust_regex import search, single_search
 
 Schema = dict[str, Any]
 

@@ -13,10 +13,11 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.structured_outputs import StructuredOutputsParams
 from octavo.grammar.closed_objects import closed
 from octavo.grammar.disjoint import separate
-from octavo.grammar.ecma_regex import RegexError, single_whole_match, whole_match
+from octavo.grammar.ecma_regex import RegexError
 from octavo.grammar.json_form import with_options
 from octavo.grammar.json_schema import Schema, SchemaError, every_schema, prepare, read_json
 from octavo.grammar.notations import is_lark, lark_literal, lark_of_gbnf, plain_lark
+from octavo.grammar.rust_regex import single_whole_match, whole_match
 
 #: Most texts of a choice.
 MAX_CHOICES = 10_000

@@ -23,6 +23,7 @@ from octavo.server.chat_completions import create_chat_completion
 from octavo.server.deferred_routes import DeferredRoutes, make_deferred
 from octavo.server.docs_page import docs_page
 from octavo.server.engine_events import engine_events
+from octavo.server.formats import RELAXED_HEADER
 from octavo.server.large_bodies import BodyRoute
 from octavo.server.llamacpp.llama_routes import add_llama_routes
 from octavo.server.messages import message_routes as messages
@@ -132,7 +133,7 @@ def make_routes(options: ServerOptions, metrics: Metrics, api_keys: Sequence[str
             allow_origins=options.origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", RELAXED_HEADER],
         )
     if options.ui and (options.is_local or api_keys):
         app.add_middleware(UiMiddleware)

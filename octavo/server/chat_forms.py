@@ -59,13 +59,16 @@ def answer_form(
 def _grammar(
     tools: RequestTools, calls: CallFormat, special: Mapping[str, int], schemas: Mapping[str, Mapping[str, Any]]
 ) -> CallGrammar:
-    return CallGrammar(calls, schemas, special, parallel=tools.parallel)
+    return CallGrammar(calls, schemas, special, parallel=tools.parallel, strict=tools.strict)
 
 
 def _rule(answer: StructuredOutputsParams) -> str:
     """A form as the right side of a grammar's rule."""
     if answer.json_object or answer.json not in (None, False):
-        return f"%json {json.dumps(with_options(_schema(answer), answer))}"
+        written = with_options(_schema(answer), answer)
+        if answer.strict:  # see ``grammar_source``
+            written["x-guidance"]["strict"] = True
+        return f"%json {json.dumps(written)}"
     if answer.choice is not None:
         return " | ".join(msgspec.json.encode(text).decode() for text in answer.choice)
     raise unsupported(
@@ -91,7 +94,7 @@ async def blame_tool(service: Service, request: Request, tools: RequestTools) ->
         ApiError: 400, naming it; nothing if each schema alone can be followed.
     """
     for name, schema in tools.callable.items():
-        alone = StructuredOutputsParams(json=closed(dict(schema)))
+        alone = StructuredOutputsParams(json=closed(dict(schema)), strict=name in tools.strict)
         try:
             await service.llm.inputs.grammars.compile_for(client_of(request), alone)
         except InvalidRequestError as e:

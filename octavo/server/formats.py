@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import InvalidRequestError
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.structured_outputs import FORMS, TOO_COSTLY, UNUSABLE, StructuredOutputsParams, structured_outputs_of
 from octavo.server.api_errors import invalid
+from octavo.server.logging import log_fields
 from octavo.server.protocol_formats import FormFields, ResponseFormat
 
 #: Fields that mean the same as one of ``structured_outputs``.
@@ -80,6 +83,30 @@ def form_error(error: str | None, params: SamplingParams | BeamSearchParams) -> 
     return f"structured_outputs.{form.form}: {error.partition(chr(10))[0]}"
 
 
+#: The response's header that names the keywords of a schema that the answer is not held to.
+RELAXED_HEADER = "x-octavo-relaxed-schema"
+#: Most characters of it: servers and proxies bound the size of all headers.
+_LONGEST_HEADER = 1000
+
+
+def tell_relaxed_keywords(scope: MutableMapping[str, Any], places: Sequence[str]) -> None:
+    """Adds ``RELAXED_HEADER`` to the response of a request, if it has not begun, and to its line in the access log.
+
+    Places are JSON pointers within the schema, percent-encoded where a header cannot hold them.
+    """
+    shown, length = list[str](), 0
+    for place in places:
+        written = quote(place, safe="/~$.-_[]: ")
+        if length + len(written) > _LONGEST_HEADER:
+            shown.append(f"and {len(places) - len(shown)} more")
+            break
+        shown.append(written)
+        length += len(written) + 2
+    told = ", ".join(shown)
+    scope.setdefault("state", {}).setdefault("response_headers", {})[RELAXED_HEADER] = told
+    log_fields(scope)["relaxed_schema"] = told
+
+
 def _of_response_format(response_format: ResponseFormat) -> Form | None:
     fields = {"json_schema": ("json_schema",), "json_object": ("schema",), "structural_tag": ("structures", "triggers")}
     values = {
@@ -101,6 +128,7 @@ def _of_response_format(response_format: ResponseFormat) -> Form | None:
         params = StructuredOutputsParams(
             json=response_format.json_schema.schema_,
             disable_additional_properties=response_format.json_schema.strict or None,
+            strict=response_format.json_schema.strict or None,
         )
         return Form("response_format.json_schema.schema", params)
     if response_format.type == "structural_tag":

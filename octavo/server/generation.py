@@ -23,7 +23,7 @@ from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.server.api_errors import ApiError, invalid, server_error, unsupported
 from octavo.server.cancellation import cancel_tasks
-from octavo.server.formats import form_error, renamed
+from octavo.server.formats import form_error, renamed, tell_relaxed_keywords
 from octavo.server.logging import log_fields, log_prompt
 from octavo.server.logprobs import LogprobsTracker, TextLogprobs, TokenNames
 from octavo.server.metrics import RequestObserver
@@ -182,6 +182,7 @@ class Generation:
             raise renamed(e, self.body) from None
         finally:
             service.queue.leave(name)
+        self._tell_relaxed_keywords()
         observer = RequestObserver(service.metrics, self.model.name if self.model.adapter else None)
         try:
             with closing(stream):
@@ -201,6 +202,12 @@ class Generation:
             # Of a request that is left: tokens that were generated all the same.
             self.completion_tokens += stream.request.num_untaken_tokens
             observer.close(stream.request.num_untaken_tokens)
+
+    def _tell_relaxed_keywords(self) -> None:
+        """Has a header and the access log say which keywords of a schema the answer is not held to."""
+        form = self.params.structured_outputs if isinstance(self.params, SamplingParams) else None
+        if form is not None and (relaxed := self.service.llm.inputs.grammars.relaxed(form)):
+            tell_relaxed_keywords(self.request.scope, relaxed)
 
     def _raise_if_failed(self, output: RequestOutput) -> None:
         """Raises if a completion was ignored, aborted or failed."""

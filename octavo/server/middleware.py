@@ -56,6 +56,7 @@ class RequestMiddleware:
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
                 headers["x-content-type-options"] = "nosniff"
+                headers.update(scope["state"].get("response_headers", {}))
             await send(message)
 
         self._metrics.http_started()

@@ -18,7 +18,8 @@ class JsonSchemaFormat(RequestModel):
     strict: bool | None = Field(
         None,
         description="Objects have no properties but those that the schema names, where it is silent about others; "
-        "without, as --structured-outputs-config says. An answer has the form either way.",
+        "without, as --structured-outputs-config says. Keywords that an answer cannot be held to are refused; without, "
+        "they are left out, and the header X-Octavo-Relaxed-Schema names them. An answer has the form either way.",
     )
 
 

@@ -33,7 +33,7 @@ def body(**given: Any) -> CompletionRequest:
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}}},
-            {"json": SCHEMA, "disable_additional_properties": True},
+            {"json": SCHEMA, "disable_additional_properties": True, "strict": True},
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": False}}},

@@ -156,7 +156,7 @@ def _output_config(body: CountTokensRequest) -> dict[str, Any]:
     if config is not None and config.effort is not None:
         fields["reasoning_effort"] = config.effort
     if config is not None and config.format is not None:
-        schema = {"name": "output", "schema": config.format.schema_, "strict": True}
+        schema = {"name": "output", "schema": config.format.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     return fields
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from octavo.engine.tool_messages import CallFormat
@@ -32,13 +32,20 @@ class CallGrammar:
         special: Mapping[str, int],
         *,
         parallel: bool = True,
+        strict: Set[str] = frozenset(),
     ) -> None:
-        """``tools``: schemas of the parameters by name. ``special``: ids of the special tokens by text."""
+        """``tools``: schemas of the parameters by name. ``special``: ids of the special tokens by text.
+
+        ``strict``: tools whose schemas must be obeyed in all keywords.
+        """
         self._form = form
         self._special = special
         self._repeats = parallel and form.separator is not None
         self._names = list(tools)
-        self._rules = [f"arguments_{i}: %json {_arguments(schema)}" for i, schema in enumerate(tools.values())]
+        self._rules = [
+            f"arguments_{i}: %json {_arguments(schema, strict=name in strict)}"
+            for i, (name, schema) in enumerate(tools.items())
+        ]
         calls = [self._call(name, i, self._text(form.pieces(name)[0])) for i, name in enumerate(self._names)]
         self._rules.append(f"call: {' | '.join(calls)}")
 
@@ -87,6 +94,7 @@ class CallGrammar:
         return text if re.fullmatch(r"<[^<>\s]+>", text) else f"<[{self._special[text]}]>"
 
 
-def _arguments(schema: Mapping[str, Any]) -> str:
+def _arguments(schema: Mapping[str, Any], *, strict: bool) -> str:
     """The schema of arguments: objects have no properties that it does not name, as no function takes them."""
-    return json.dumps({**closed(dict(schema)), "x-guidance": _JSON_OPTIONS})
+    options = {**_JSON_OPTIONS, "strict": True} if strict else _JSON_OPTIONS
+    return json.dumps({**closed(dict(schema)), "x-guidance": options})
