@@ -164,7 +164,7 @@ class Dialect:
         elif other in (True, {}):
             make_impossible(schema)
         elif isinstance(other, dict) and _excluded(schema, other):
-            del schema["not"]
+            schema.pop("not", None)
         else:
             self._relax(path, schema, "not")
 
