@@ -72,7 +72,10 @@ def renamed(error: InvalidRequestError, body: FormFields) -> InvalidRequestError
     form = read_form(body)
     if form is None:
         return error
-    return InvalidRequestError(str(error).replace(f"structured_outputs.{form.params.form}", form.place, 1))
+    message = str(error).replace(f"structured_outputs.{form.params.form}", form.place, 1)
+    if form.field == "guided_json":
+        message = message.replace("structured_outputs.whitespace_pattern", "guided_whitespace_pattern", 1)
+    return InvalidRequestError(message)
 
 
 def form_error(error: str | None, params: SamplingParams | BeamSearchParams) -> str | None:

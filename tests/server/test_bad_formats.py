@@ -73,6 +73,12 @@ def test_a_form_that_cannot_be_served_is_refused(server: Running, given: dict[st
         assert ask(http, guided_choice=["yes"], max_tokens=8).status_code == 200
 
 
+def test_a_pattern_of_white_space_that_is_none_is_refused(server: Running) -> None:
+    with server.http() as http:
+        response = ask(http, guided_json={"type": "object"}, guided_whitespace_pattern="(")
+        refused(response, "guided_whitespace_pattern", "unclosed group")
+
+
 def test_a_grammar_that_becomes_too_costly_is_refused(server: Running) -> None:
     rules = [f'a{i}: "b"?' for i in range(2500)]
     grammar = "\n".join(['start: "xyz" ' + " ".join(f"a{i}?" for i in range(2500)), *rules])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 
 from octavo.core.errors import InvalidRequestError
@@ -144,3 +145,52 @@ def test_every_route_for_text_has_the_fields() -> None:
         "structured_outputs",
         "guided_json",
     }
+
+
+RELAXING = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "uniqueItems": True},
+        "é/b": {"type": "string", "maxLength": 2, "format": "path"},
+    },
+    "required": ["a"],
+}
+PLACES = "/properties/a/uniqueItems, /properties/%C3%A9~1b/format"
+
+
+def schema_fields(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": strict}}
+    }
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_names_the_keywords_that_its_text_is_not_held_to(
+    http: httpx.Client, route: str, stream: bool
+) -> None:
+    body = {**ROUTES[route], "max_tokens": 5, "stream": stream}
+    for _ in range(2):  # compiled, and kept
+        response = http.post(route, json={**body, **schema_fields(RELAXING, None)})
+        assert response.status_code == 200 and response.headers["x-octavo-relaxed-schema"] == PLACES
+    obeyed = {"type": "object", "properties": {"a": {"type": "null"}}}
+    assert "x-octavo-relaxed-schema" not in http.post(route, json={**body, **schema_fields(obeyed, None)}).headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_strict_refuses_keywords_that_an_answer_is_not_held_to(http: httpx.Client, stream: bool) -> None:
+    route = "/v1/chat/completions"
+    body = {**ROUTES[route], "max_tokens": 5, "stream": stream}
+    response = http.post(route, json={**body, **schema_fields(RELAXING, True)})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "response_format" and error["type"] == "invalid_request_error"
+    assert "schema at /properties/a/uniqueItems" in error["message"]
+
+
+def test_the_header_of_relaxed_keywords_is_bounded(http: httpx.Client) -> None:
+    names = [f"property{i}" for i in range(90)]
+    schema = {"type": "object", "properties": {name: {"type": "string", "format": "x"} for name in names}}
+    response = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "guided_json": schema})
+    told = response.headers["x-octavo-relaxed-schema"]
+    assert told.startswith("/properties/property0/format, ") and len(told) < 1100 and told.endswith(" more")
