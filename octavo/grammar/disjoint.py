@@ -18,6 +18,9 @@ _DEEPEST = 12
 #: Most combinations of alternatives of one schema.
 _MOST_VIEWS = 64
 
+#: Formats of which no text has two.
+_APART_FORMATS = frozenset({"date", "date-time", "time", "duration", "email", "ipv4", "ipv6", "uuid"})
+
 #: Schemas that all describe the same value.
 _View = list[Schema]
 _LEAST = {"string": "minLength", "array": "minItems", "object": "minProperties"}
@@ -134,6 +137,8 @@ class Disjointness:
                 return True
             if _counts(b, _LEAST[kind], 0)[1] > _counts(a, _MOST[kind], None)[0]:
                 return True
+        if kind == "string":
+            return any(x != y for x in _formats(a) for y in _formats(b))
         if kind == "object":
             needed = {name for view in (a, b) for schema in view for name in schema.get("required") or ()}
             return any(self._property_apart(name, a, b, depth) for name in sorted(map(str, needed)))
@@ -149,6 +154,10 @@ class Disjointness:
     def _item_apart(self, index: int, a: _View, b: _View, depth: int) -> bool:
         first, second = [*_of_item(a, index)], [*_of_item(b, index)]
         return any(self.of(x, y, depth + 1) for x in first or [True] for y in second or [True])
+
+
+def _formats(view: _View) -> set[str]:
+    return {schema["format"] for schema in view if schema.get("format") in _APART_FORMATS}
 
 
 def _types(view: _View) -> set[str]:

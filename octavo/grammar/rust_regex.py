@@ -6,6 +6,7 @@ Anchors at the ends of a regex are left out; others, and look-around, are expand
 from __future__ import annotations
 
 from octavo.grammar.ecma_regex import (
+    ANY,
     ANYTHING,
     EMPTY,
     Assertion,
@@ -22,25 +23,31 @@ from octavo.grammar.ecma_regex import (
 )
 from octavo.grammar.regex_automaton import expanded
 
+#: Most characters between look-around and the end of a text that are counted.
+_LONGEST_COUNT = 200
+
 
 def whole_match(text: str) -> list[str]:
     """Regexes of Rust that each match a whole text if and only if the whole text matches the given one.
 
-    Several stand for a conjunction: of the look-aheads that begin a regex, and what follows them.
+    Several stand for a conjunction: of look-around whose place in the text is known, and of the rest.
 
     Raises:
         RegexError: see ``parse``; look-around that is too large is an ``UnsupportedRegexError``.
     """
-    return [_written(part) for part in _conjuncts(parse(text))]
+    return [_written(part) for part in _conjuncts(parse(text), begins=True, ends=True)]
 
 
 def search(text: str) -> list[str]:
     """As ``whole_match``, of the texts in which the regex matches somewhere, as JSON Schema's ``pattern`` means it."""
     node = parse(text)
-    head = next(iter(_flat(node)), None)
-    if head == Assertion("^"):
-        return [_written(Sequence((part, ANYTHING))) for part in _conjuncts(node)]
-    return [_written(Sequence((ANYTHING, node, ANYTHING)))]
+    parts = _flat(node)
+    begins, ends = parts[:1] == (Assertion("^"),), parts[-1:] == (Assertion("$"),)
+    found = []
+    for part in _conjuncts(node, begins=begins, ends=ends):
+        before = () if begins else (ANYTHING,)
+        found.append(_written(Sequence((*before, part, ANYTHING))))
+    return found
 
 
 def single_search(text: str) -> str:
@@ -67,26 +74,48 @@ def _flat(node: Node) -> tuple[Node, ...]:
     return tuple(inner for part in node.parts for inner in _flat(part))
 
 
-def _conjuncts(node: Node) -> list[Node]:
-    """Regexes of which a text must match all, from its beginning: leading look-aheads stand alone."""
+def _conjuncts(node: Node, *, begins: bool, ends: bool) -> list[Node]:
+    """Regexes of which a text must match all.
+
+    Look-around before which, or after which, a known number of characters stands, is a condition of its own: so each
+    is expanded alone, and what is left needs no expansion.
+
+    Args:
+        begins: the regex matches from the beginning of the text; ends: to its end.
+    """
     parts = _flat(node)
-    count = next((i for i, part in enumerate(parts) if not _leads(part)), len(parts))
-    looks = [part for part in parts[:count] if isinstance(part, Look)]
-    if not looks:
-        return [node]
     found: list[Node] = []
-    for look in looks:
-        start = Assertion("^")
-        if look.negated:
-            found.append(Sequence((start, look, ANYTHING)))
+    rest: list[Node] = []
+    for i, part in enumerate(parts):
+        before, after = _length(parts[:i]), _length(parts[i + 1 :])
+        if isinstance(part, Look) and begins and before is not None:
+            inner = part if part.negated or part.behind else part.part
+            found.append(Sequence((Assertion("^"), Repeat(ANY, before, before), inner, ANYTHING)))
+        elif isinstance(part, Look) and ends and after is not None:
+            found.append(Sequence((ANYTHING, part, Repeat(ANY, after, after), Assertion("$"))))
         else:
-            found.append(Sequence((start, look.part, ANYTHING)))
-    rest = parts[count:]
-    return [*found, Sequence((Assertion("^"), *rest))]
+            rest.append(part)
+    return [*found, Sequence(tuple(rest))] if found else [node]
 
 
-def _leads(part: Node) -> bool:
-    return part == Assertion("^") or (isinstance(part, Look) and not part.behind)
+def _length(parts: tuple[Node, ...]) -> int | None:
+    """How many characters any text has that these match; None: not all have the same number."""
+    total = 0
+    for part in parts:
+        if isinstance(part, Chars):
+            length: int | None = 1
+        elif isinstance(part, Choice):
+            lengths = {_length((option,)) for option in part.options}
+            length = lengths.pop() if len(lengths) == 1 else None
+        elif isinstance(part, Repeat):
+            inner = _length((part.part,))
+            length = None if inner is None or part.least != part.most else inner * part.least
+        else:
+            length = _length(part.parts) if isinstance(part, Sequence) else 0
+        if length is None or length > _LONGEST_COUNT:
+            return None
+        total += length
+    return total
 
 
 def _written(node: Node) -> str:

@@ -112,15 +112,16 @@ class Dialect:
             value = schema.get(keyword)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            if abs(value) <= LARGEST and not (sign < 0 and value < LEAST):
+            largest = LARGEST if sign > 0 and schema.get("type") == "integer" else -LEAST
+            if abs(value) <= largest:
                 continue
             if value * sign > 0:
                 del schema[keyword]
                 inclusive = "minimum" if sign < 0 else "maximum"
                 known = schema.get(inclusive)
-                if not isinstance(known, int | float) or abs(known) > LARGEST:
-                    schema[inclusive] = LEAST if sign < 0 else LARGEST
-            else:  # all that it allows is beyond
+                if not isinstance(known, int | float) or abs(known) > largest:
+                    schema[inclusive] = sign * largest
+            elif abs(value) > LARGEST:  # all that it allows is beyond
                 self._relax(path, schema, keyword)
         step = schema.get("multipleOf")
         if isinstance(step, int | float) and not isinstance(step, bool) and step > LARGEST:
@@ -163,10 +164,22 @@ class Dialect:
             del schema["not"]
         elif other in (True, {}):
             make_impossible(schema)
-        elif isinstance(other, dict) and _excluded(schema, other):
+        elif isinstance(other, dict) and self._exclude(schema, other):
             schema.pop("not", None)
         else:
             self._relax(path, schema, "not")
+
+    def _exclude(self, schema: Schema, other: Schema) -> bool:
+        """Excludes the values of another schema by other keywords; false, and unchanged, if that cannot be done."""
+        trial = {keyword: value for keyword, value in schema.items() if keyword != "not"}
+        options = other["anyOf"] if set(other) == {"anyOf"} and isinstance(other["anyOf"], list) else [other]
+        for option in options:
+            named = self._resolve(option) if isinstance(option, dict) else None
+            if named is None or not _excluded(trial, {k: v for k, v in named.items() if k not in _NOTES}):
+                return False
+        schema.clear()
+        schema.update(trial)
+        return True
 
     def _lists(self, path: str, schema: Schema) -> None:
         if "uniqueItems" in schema and isinstance(schema["uniqueItems"], bool):
@@ -333,6 +346,13 @@ def _excluded(schema: Schema, other: Schema) -> bool:
         return _exclude_values(schema, other["enum"])
     if keywords in ({"pattern"}, {"pattern", "type"}) and schema.get("type") == "string":
         return other.get("type", "string") == "string" and _exclude_pattern(schema, other["pattern"])
+    for keyword, (opposite, more, kinds) in _OPPOSITES.items():
+        value: Any = other.get(keyword)
+        if keywords - {"type"} == {keyword} and schema.get("type") in kinds and _is_bound(value):
+            if other.get("type", schema["type"]) not in (schema["type"], "number") or (more < 0 and value < 1):
+                return False
+            conjoin(schema, {opposite: value + more})
+            return True
     names = other.get("required")
     if keywords <= {"required", "type"} and isinstance(names, list) and len(names) == 1:
         if schema.get("type") != "object" or names[0] in (schema.get("required") or ()):
@@ -340,6 +360,23 @@ def _excluded(schema: Schema, other: Schema) -> bool:
         schema["properties"] = {**(schema.get("properties") or {}), names[0]: False}
         return True
     return False
+
+
+#: Keyword -> the one that says the opposite of a value, what is added to it, and the types for which it does.
+_OPPOSITES = {
+    "minimum": ("exclusiveMaximum", 0, ("integer", "number")),
+    "maximum": ("exclusiveMinimum", 0, ("integer", "number")),
+    "exclusiveMinimum": ("maximum", 0, ("integer", "number")),
+    "exclusiveMaximum": ("minimum", 0, ("integer", "number")),
+    "minLength": ("maxLength", -1, ("string",)),
+    "maxLength": ("minLength", 1, ("string",)),
+    "minItems": ("maxItems", -1, ("array",)),
+    "maxItems": ("minItems", 1, ("array",)),
+}
+
+
+def _is_bound(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < -LEAST
 
 
 def _exclude_types(schema: Schema, excluded: Any) -> bool:

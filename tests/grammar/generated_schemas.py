@@ -426,7 +426,7 @@ _BY_HAND: list[Shape] = [
         [{"a": None}],
         [{"b": 1}],
     ),
-    Shape("not a bound", {"type": "integer", "not": {"minimum": 3}}, [2], ["a"], ["/not"]),
+    Shape("not a bound", {"type": "integer", "not": {"multipleOf": 2}}, [3], ["a"], ["/not"]),
     Shape(
         "at most one property",
         {
