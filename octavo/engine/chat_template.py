@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.core.text_files import read_text
-from octavo.engine.template_program import ExpressionError, template_variables, written
+from octavo.engine.message_forms import IMAGE, Images, fit_messages, to_parts
+from octavo.engine.template_program import template_variables, written
 from octavo.engine.tool_messages import CallFormat, fit_tools
 
 #: Written after a message that is to be continued, to find its end in what the template writes.
 _END = "END_OF_CONTINUED_MESSAGE "
-#: Stands for an image in a text, until the template gets it as a part or as its placeholder; characters of no text.
-_IMAGE = "\ufdd0image\ufdd1"
-#: A template that writes images names the type of such parts.
-_WRITES_IMAGES = re.compile(r"""['"]image['"]""")
+#: Names of a message's reasoning, the one that most templates read first.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
@@ -90,21 +86,24 @@ def choose_template(templates: Mapping[str, str], name_or_text: str | None, *, h
 def render_chat(template: str, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
     """Runs a template over messages.
 
+    The template gets the messages as they are, null included, as in transformers. Where it would lose or garble them so
+    it gets the nearest form that it takes (``octavo.engine.message_forms``): a text for parts, or parts for a text.
     With a ``call_format``, tools, calls and results become text of messages where the template has no place for them.
 
     Args:
         template: its text.
         messages: each with ``role`` and ``content``: a text, or a list of parts ``{"type": "text", "text": ...}``, of
-            which neighbours are joined with line breaks, and ``{"type": "image"}``.
+            which neighbours are joined with line breaks where the template takes text alone, and ``{"type": "image"}``.
         options: ``add_generation_prompt`` (default true): ends with what opens the assistant's answer.
             ``continue_final_message`` (false): ends with the last message's text instead of what closes it, so that it
-            is continued. ``tools``: JSON schemas of callable tools. ``call_format``: how the model writes calls; see
-            ``fit_tools``. ``image_placeholder``: of a model that sees images, what stands for one where the template
-            takes text alone. Others are further names that the template may use.
+            is continued; the name of another of its fields: with that field's text. ``tools``: JSON schemas of callable
+            tools. ``call_format``: how the model writes calls; see ``fit_tools``. ``image_placeholder``: of a model
+            that sees images, what stands for one where the template takes text alone. Others are further names that the
+            template may use.
 
     Raises:
-        InvalidRequestError: a message is malformed, the options contradict each other, or the template refuses the
-            conversation; with its own words.
+        InvalidRequestError: a message is malformed, the options contradict each other, the template refuses the
+            conversation, with its own words, or it does not write a message of the user in any form.
         TokenizerError: the template is not valid, or does what a template must not.
     """
     return _render(template, list(_checked(messages, options)), **options)
@@ -123,35 +122,57 @@ def _render(
     checked: list[dict[str, Any]],
     *,
     add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
+    continue_final_message: bool | str = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     call_format: CallFormat | None = None,
     image_placeholder: str | None = None,
     **variables: Any,
 ) -> str:
-    if continue_final_message:
-        if add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message continues the last message where add_generation_prompt begins a new one: set "
-                "add_generation_prompt=False with it"
-            )
-        checked[-1]["content"] = checked[-1].get("content", "") + _END
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message continues the last message where add_generation_prompt begins a new one: set "
+            "add_generation_prompt=False with it"
+        )
     plain_tools = None if tools is None else [_plain(tool, "tools") for tool in _listed("tools", tools)]
     if call_format is not None:
         plain_tools = fit_tools(checked, plain_tools, call_format, template, template_variables(template))
-    if image_placeholder is not None:
-        _put_images(checked, template, image_placeholder)
-    plain_variables = {name: _plain(value, name) for name, value in variables.items()}
-    values: dict[str, Any] = {"messages": checked, "tools": plain_tools, "documents": None}
-    values |= {"add_generation_prompt": bool(add_generation_prompt), **plain_variables}
-    text = _first_written(template, values, checked)
-    if not continue_final_message:
+        for message in checked:
+            if (
+                image_placeholder is not None
+                and isinstance(message.get("content"), str)
+                and IMAGE in message["content"]
+            ):
+                message["content"] = to_parts(message["content"])
+    values: dict[str, Any] = {"tools": plain_tools, "documents": None}
+    values |= {"add_generation_prompt": bool(add_generation_prompt)}
+    values |= {name: _plain(value, name) for name, value in variables.items()}
+    images = Images.of(template, image_placeholder)
+    continues = bool(continue_final_message)
+    fit_messages(template, values, checked, images, adapts=call_format is not None, continues=continues)
+    if continues:
+        _mark_end(checked[-1], "content" if continue_final_message is True else str(continue_final_message))
+    text = written(template, {**values, "messages": checked})
+    if not continues:
         return text
     end = text.rfind(_END.strip())
     if end < 0:
         raise InvalidRequestError("continue_final_message: the chat template does not write the last message as it is")
     # If the template trims messages, the space after the mark is gone, and those before it are to go.
     return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
+
+
+def _mark_end(message: dict[str, Any], name: str) -> None:
+    """Puts the mark at the end of a field's text, under each name that the field has."""
+    value = message.get(name)
+    texts = [part for part in value if part.get("type") == "text"] if isinstance(value, list) else []
+    if texts:
+        texts[-1]["text"] += _END
+    elif isinstance(value, str):
+        for alias in _REASONING if name in _REASONING else (name,):
+            if message.get(alias) == value:
+                message[alias] = value + _END
+    else:
+        raise InvalidRequestError(f"continue_final_message: the last message has no {name[:100]} to continue")
 
 
 def render_and_read(
@@ -173,27 +194,31 @@ def render_and_read(
     """
     checked = _checked(messages, options)
     text = _render(template, list(checked), **options)
-    return text, [name in checked[index].read for index, name in fields]
+    return text, [_has_read(checked[index], name) for index, name in fields]
 
 
 class _Message(dict[str, Any]):
     """A message that notes which of its fields a template reads."""
 
+    # Templates take attributes for fields, except those with an underscore.
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
-        self.read = set[str]()
+        self._read = set[str]()
 
     def __getitem__(self, name: str) -> Any:
-        self.read.add(name)
+        self._read.add(name)
         return super().__getitem__(name)
+
+    def __repr__(self) -> str:
+        return repr(self._all())
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of a dict."""
-        self.read.add(name)
+        self._read.add(name)
         return super().get(name, default)
 
     def _all(self) -> dict[str, Any]:
-        self.read |= set(super().keys())
+        self._read |= set(super().keys())
         return dict(super().items())
 
     def __iter__(self) -> Iterator[str]:
@@ -216,6 +241,10 @@ class _Message(dict[str, Any]):
         return self._all()
 
 
+def _has_read(message: _Message, name: str) -> bool:
+    return name in message._read
+
+
 def _listed(name: str, value: object) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
         raise InvalidRequestError(f"{name} must be a list, not {type(value).__name__}")
@@ -223,105 +252,46 @@ def _listed(name: str, value: object) -> Sequence[Any]:
 
 
 def _message(index: int, message: object, sees: bool) -> _Message:
-    """A message as templates expect it: plain data, text content, no key without a value."""
+    """A message of plain data, checked; its reasoning is under the names that transformers gives it, too."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{where} must be a mapping with role and content, not {type(message).__name__}")
-    plain: dict[str, Any] = {k: v for k, v in _plain(message, where).items() if v is not None}
+    plain: dict[str, Any] = _plain(message, where)
     role = plain.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidRequestError(f"{where} must have a role, such as 'user'; its role is {role!r}")
-    if "content" in plain:
-        plain["content"] = _content(where, plain["content"], sees)
-    elif role == "assistant":
-        if "tool_calls" not in plain:  # legal in the OpenAI API: an answer without words
-            plain["content"] = ""
-    elif "tool_calls" not in plain:
+    calls = plain.get("tool_calls")
+    if plain.get("content") is not None:
+        _check_content(where, plain["content"], sees)
+    elif role != "assistant" and calls is None:
         raise InvalidRequestError(f"{where} ({role}) has no content")
-    for k, call in enumerate(_listed(f"{where}.tool_calls", plain.get("tool_calls", []))):
-        _parse_arguments(f"{where}.tool_calls[{k}]", call)
+    for k, call in enumerate([] if calls is None else _listed(f"{where}.tool_calls", calls)):
+        _check_call(f"{where}.tool_calls[{k}]", call)
+    reasoning = next((plain[name] for name in _REASONING if plain.get(name) is not None), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return _Message(plain)
 
 
-def _content(where: str, content: object, sees: bool) -> str:
-    """A content as text, with marks for images; ``sees``: whether there may be any."""
+def _check_content(where: str, content: object, sees: bool) -> None:
+    """Refuses what is no text and no list of parts; ``sees``: whether there may be images."""
     if isinstance(content, str):
-        return content
+        return
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where}: content must be a text or a list of parts, not {content!r}")
-    pieces: list[str] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if sees and kind == "image":
-            pieces.append(_IMAGE)
-            continue
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if not (sees and kind == "image") and not (kind == "text" and isinstance(part.get("text"), str)):
             raise InvalidRequestError(f"{where}: only content parts of type 'text' are supported, not {kind or part!r}")
-        if pieces and pieces[-1] is not _IMAGE:
-            pieces.append("\n")
-        pieces.append(part["text"])
-    return "".join(pieces)
 
 
-def _put_images(messages: list[dict[str, Any]], template: str, placeholder: str) -> None:
-    """Gives contents the form in which the template takes images: parts, or texts with placeholders.
-
-    A template that reads parts reads those of a text alone, too; as a text it is left where the template asks for that.
-    """
-    for message in messages:
-        content = message.get("content")
-        if not isinstance(content, str):
-            continue
-        if _WRITES_IMAGES.search(template) is None:
-            message["content"] = content.replace(_IMAGE, placeholder)
-        elif _IMAGE in content or "is string" not in template:
-            message["content"] = _parts(content)
-
-
-def _parts(content: str) -> list[dict[str, str]]:
-    parts: list[dict[str, str]] = []
-    for i, text in enumerate(content.split(_IMAGE)):
-        parts += [{"type": "image"}] if i else []
-        parts += [{"type": "text", "text": text}] if text else []
-    return parts
-
-
-def _parse_arguments(where: str, call: object) -> None:
-    """Clients send the arguments of a call as JSON text; templates expect what it says. What is no JSON stays text."""
+def _check_call(where: str, call: object) -> None:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"{where} must have a function with a name and arguments")
     arguments = function.get("arguments", "")
     if not isinstance(arguments, (str, dict)):
         raise InvalidRequestError(f"{where}.function.arguments must be JSON text, not {type(arguments).__name__}")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments or "{}")
-    function["arguments"] = arguments
-
-
-def _first_written(template: str, values: Mapping[str, Any], messages: list[dict[str, Any]]) -> str:
-    """What a template writes, with calls as it takes them.
-
-    Most expect what the arguments of a call say, some join their JSON text with other text; some ask whether a message
-    has no content, others join it.
-    """
-    calling = [message for message in messages if message.get("tool_calls")]
-    without = [message for message in calling if message.get("content") is None]
-    functions = [call["function"] for message in calling for call in message["tool_calls"]]
-    parsed = [function["arguments"] for function in functions]
-    texts = [a if isinstance(a, str) else json.dumps(a, ensure_ascii=False) for a in parsed]
-    variants = [
-        (contents, arguments) for contents in ((False, True) if without else (True,)) for arguments in (parsed, texts)
-    ]
-    for has_content, arguments in variants if calling else []:
-        for function, argument in zip(functions, arguments, strict=True):
-            function["arguments"] = argument
-        for message in without if has_content else []:
-            message["content"] = ""
-        with contextlib.suppress(ExpressionError):
-            return written(template, values)
-    return written(template, values)
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:

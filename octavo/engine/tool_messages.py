@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.engine.message_forms import arguments_text, flat_text
+
 Messages = list[dict[str, Any]]
 
 _DESCRIPTION = """# Tools
@@ -22,8 +24,6 @@ You are provided with function signatures within <tools></tools> XML tags:
 
 For each function call, return the function name and a json object with its arguments, in this form:
 {example}"""
-#: Templates that ask whether there is content tell a message without any by None, others by an empty text.
-_ASKS_FOR_NONE = re.compile(r"(?<!_)content['\"]?\]? is (not )?none")
 #: Templates that know messages of tools.
 _READS_RESULTS = re.compile(r"['\"]tool['\"]")
 _NO_SYSTEM = re.compile(r"[Ss]ystem role (is )?not supported")
@@ -84,7 +84,6 @@ def fit_tools(
         _write_results(messages)
     if "tool_calls" not in template:
         _write_calls(messages, calls)
-    _fit_content(messages, template)
     if "length != 9" in template:
         _shorten_ids(messages)
     return tools if reads_tools else None
@@ -97,7 +96,8 @@ def _describe(messages: Messages, tools: Sequence[Mapping[str, Any]], calls: Cal
     text = text.replace("{tools}", "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     role = "user" if _NO_SYSTEM.search(template) else "system"
     if messages[0]["role"] == role:
-        parts = [messages[0]["content"], text] if role == "system" else [text, messages[0]["content"]]
+        content = flat_text(messages[0].get("content"))
+        parts = [content, text] if role == "system" else [text, content]
         messages[0]["content"] = "\n\n".join(filter(None, parts))
     else:
         messages.insert(0, {"role": role, "content": text})
@@ -107,8 +107,8 @@ def _write_calls(messages: Messages, calls: CallFormat) -> None:
     """Puts calls into the content of their messages."""
     for message in messages:
         if entries := message.pop("tool_calls", None):
-            pairs = [(call["function"]["name"], _as_text(call["function"].get("arguments"))) for call in entries]
-            message["content"] = "\n".join(filter(None, [message.get("content"), calls.written(pairs)]))
+            pairs = [(call["function"]["name"], arguments_text(call["function"].get("arguments"))) for call in entries]
+            message["content"] = "\n".join(filter(None, [flat_text(message.get("content")), calls.written(pairs)]))
 
 
 def _write_results(messages: Messages) -> None:
@@ -118,20 +118,14 @@ def _write_results(messages: Messages) -> None:
     for message in messages:
         is_result = message["role"] == "tool"
         if is_result:
-            message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+            result = flat_text(message.get("content"))
+            message = {"role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"}
         if is_result and after_result:
             joined[-1]["content"] += f"\n{message['content']}"
         else:
             joined.append(message)
         after_result = is_result
     messages[:] = joined
-
-
-def _fit_content(messages: Messages, template: str) -> None:
-    """Gives messages of calls alone the content that the template expects."""
-    for message in messages:
-        if message.get("tool_calls") and "content" not in message:
-            message["content"] = None if _ASKS_FOR_NONE.search(template) else ""
 
 
 def _shorten_ids(messages: Messages) -> None:
@@ -149,7 +143,3 @@ def _short_id(text: str) -> str:
         number, digit = divmod(number, len(_ID_CHARACTERS))
         characters += _ID_CHARACTERS[digit]
     return characters
-
-
-def _as_text(arguments: object) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
