@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.core.text_files import read_text
-from octavo.engine.message_forms import IMAGE, Images, fit_messages, to_parts
+from octavo.engine.message_forms import IMAGE, Images, fit_messages, flat_text, to_parts
 from octavo.engine.template_program import template_variables, written
 from octavo.engine.tool_messages import CallFormat, fit_tools
 
@@ -136,13 +136,11 @@ def _render(
     plain_tools = None if tools is None else [_plain(tool, "tools") for tool in _listed("tools", tools)]
     if call_format is not None:
         plain_tools = fit_tools(checked, plain_tools, call_format, template, template_variables(template))
-        for message in checked:
-            if (
-                image_placeholder is not None
-                and isinstance(message.get("content"), str)
-                and IMAGE in message["content"]
-            ):
-                message["content"] = to_parts(message["content"])
+    for message in checked if image_placeholder is not None else ():
+        content = dict.get(message, "content")
+        # Where a model sees images, neighbouring texts are one part: a line break stands between them in any template.
+        if IMAGE in (text := flat_text(content)) or (isinstance(content, list) and len(content) > 1):
+            message["content"] = to_parts(text)
     values: dict[str, Any] = {"tools": plain_tools, "documents": None}
     values |= {"add_generation_prompt": bool(add_generation_prompt)}
     values |= {name: _plain(value, name) for name, value in variables.items()}

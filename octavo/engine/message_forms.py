@@ -151,8 +151,9 @@ def fit_messages(
     apply_form(form, messages, images, adapts=adapts)
 
 
-def _is_named(role: str, template: str) -> bool:
-    return role in _USUAL_ROLES or f"'{role}'" in template or f'"{role}"' in template
+def names_role(template: str, role: str) -> bool:
+    """Whether a template asks for a role by its name."""
+    return f"'{role}'" in template or f'"{role}"' in template
 
 
 def _refuse_lost(template: str, messages: Sequence[Message], losses: _Losses) -> None:
@@ -315,7 +316,7 @@ def _mark(messages: Sequence[Message], template: str, continues: bool) -> _Marke
     marked = _Marked([])
     for index, message in enumerate(messages):
         copy = _copied(message)
-        if not _is_named(str(copy["role"]), template):
+        if copy["role"] not in _USUAL_ROLES and not names_role(template, copy["role"]):
             marked.role_marks[index] = marked.mark(marked.roles, index)
         content = copy.get("content")
         if isinstance(content, str) and (content.strip() or (continues and index == len(messages) - 1)):

@@ -1,4 +1,4 @@
-"""What a chat template has to read: roles, further fields of messages and variables are not lost unsaid."""
+"""What a chat template has to read: further fields of messages and variables are not lost unsaid."""
 
 from __future__ import annotations
 
@@ -9,25 +9,10 @@ from octavo.server.api_errors import invalid, unsupported
 from octavo.server.protocol import ChatMessage
 from octavo.server.service import Service
 
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 #: Variables by which templates turn reasoning on and off.
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 #: Variables that are hints: a model that has no reasoning cannot think more or less.
 _HINTS = frozenset({*THINKING_VARIABLES, "reasoning_effort"})
-
-
-def check_roles(messages: Sequence[ChatMessage], template: str) -> None:
-    """Refuses roles that neither the API knows nor the template names, which templates write as they are.
-
-    Raises:
-        ApiError: 400, naming the message and the role.
-    """
-    for i, message in enumerate(messages):
-        role = message.role
-        if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
-            roles = ", ".join(sorted(_ROLES))
-            error = f"messages[{i}].role: {role[:100]!r} is none of {roles}, and the chat template does not name it"
-            raise invalid("messages", error)
 
 
 def further_fields(messages: Sequence[ChatMessage]) -> list[tuple[int, str]]:

@@ -12,9 +12,9 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.prompts import TokensPrompt
 from octavo.engine.encoder_prompts import EncoderPrompts
 from octavo.engine.fill_in_middle import no_fill_in_middle
+from octavo.engine.message_forms import names_role
 from octavo.server.api_errors import ApiError, invalid, unsupported
 from octavo.server.message_fields import (
-    check_roles,
     check_variables,
     effort_variables,
     further_fields,
@@ -200,8 +200,7 @@ async def render_chat(
     options = {**_template_options(service, template, body, tools), **variables}
     if not messages:
         raise InvalidRequestError("messages must not be empty")
-    check_roles(messages, template.text)
-    plain = [_as_dict(message) for message in messages]
+    plain = [_as_dict(message, template.text) for message in messages]
     length = sum(len(str(message.get("content"))) + len(str(message.get("tool_calls", ""))) for message in plain)
     length += 0 if tools is None else len(str(tools))
     _check_length(service, length, "messages")
@@ -249,10 +248,12 @@ def _template_options(
     }
 
 
-def _as_dict(message: ChatMessage) -> dict[str, Any]:
+def _as_dict(message: ChatMessage, template: str) -> dict[str, Any]:
+    """A message as the template gets it: with each field that was sent, null included."""
     # model_dump fails on deeply nested values.
+    sent = message.model_fields_set
     fields = {**message.__dict__, **(message.model_extra or {})}
-    plain = {name: value for name, value in fields.items() if value is not None}
+    plain = {name: value for name, value in fields.items() if name in sent}
     if isinstance(message.content, list):
         plain["content"] = [
             {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
@@ -261,6 +262,6 @@ def _as_dict(message: ChatMessage) -> dict[str, Any]:
     thought = message.reasoning_content or message.reasoning
     if isinstance(thought, str) and message.role == "assistant":  # templates read it by either name
         plain["reasoning_content"] = plain["reasoning"] = thought
-    if message.role == "developer":  # OpenAI's newer name for the role that templates call system
-        plain["role"] = "system"
+    if message.role == "developer" and not names_role(template, "developer"):
+        plain["role"] = "system"  # of which it is OpenAI's newer name
     return plain

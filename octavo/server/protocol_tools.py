@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from octavo.server.field_marks import hint
 from octavo.server.protocol_base import RequestModel, ResponseModel
@@ -27,6 +27,19 @@ class Tool(RequestModel):
     type: str
     function: FunctionDefinition
     cache_control: Any = hint("prefixes are cached without marks")
+    _sent: Any = PrivateAttr(None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_sent(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        tool = handler(value)
+        tool._sent = value
+        return tool
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """As the request has it, for templates that write it as it is: in its order, nothing added."""
+        return {name: value for name, value in self._sent.items() if name != "cache_control"}
 
 
 class FunctionName(RequestModel):

@@ -64,7 +64,7 @@ def read_tools(
     if choice == "none":
         return RequestTools(None, {}, choice, frozenset(), False, {})
     return RequestTools(
-        shown=[_plain(tool) for tool in entries],
+        shown=[tool.sent for tool in entries],
         callable={name: schemas[name] for name in names},
         choice=choice,
         strict=frozenset(tool.function.name for tool in entries if tool.function.strict) & frozenset(names),
@@ -160,9 +160,3 @@ def _known(functions: list[str], names: list[str]) -> list[str]:
         if name not in names:
             raise invalid("tool_choice", f"tool_choice names the function {name!r:.100}, which is not among tools")
     return functions
-
-
-def _plain(tool: Tool) -> dict[str, Any]:
-    """A tool as templates expect it: without what the request leaves out."""
-    function = {name: value for name, value in tool.function if value is not None and name != "strict"}
-    return {"type": "function", "function": {**function, **(tool.function.model_extra or {})}}

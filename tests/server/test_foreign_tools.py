@@ -108,11 +108,3 @@ def test_a_call_comes_in_the_form_of_its_tool() -> None:
     assert [call["name"] for call in calls] == ["patch", "mcp__files__read"]
     assert json.loads(calls[0]["arguments"]) == {"input": text}
     assert [result["content"] for result in results] == ["done", "x"]
-
-
-@pytest.mark.parametrize("role", ["usr", "critic"])
-def test_a_role_that_the_template_does_not_name_is_refused(tiny_server: Running, role: str) -> None:
-    with tiny_server.http() as http:
-        answer = http.post("/v1/chat/completions", json={"messages": [{"role": role, "content": "hi"}]})
-    assert answer.status_code == 400 and role in answer.json()["error"]["message"]
-    assert "messages[0].role" in answer.json()["error"]["message"]

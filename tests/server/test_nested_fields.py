@@ -184,6 +184,52 @@ def test_a_field_that_the_template_writes_is_read(lenient: httpx.Client) -> None
     assert prompt_of(lenient, messages=messages, chat_template=TEMPLATE, **variables) == "[a]!user Ann: hi\n"
 
 
+@pytest.mark.parametrize(
+    ("template", "status"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", 200),
+        ("{% for m in messages %}{{ 'critic' if m.role == 'critic' else 'U' }}: {{ m.content }}\n{% endfor %}", 200),
+        ("{% for m in messages %}{{ 'A' if m.role == 'assistant' else 'U' }}: {{ m.content }}\n{% endfor %}", 400),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}", 400),
+    ],
+)
+def test_a_role_of_ones_own_is_served_where_the_template_names_or_writes_it(
+    lenient: httpx.Client, template: str, status: int
+) -> None:
+    messages = [{"role": "critic", "content": "bad"}, {"role": "user", "content": "hi"}]
+    response = lenient.post("/tokenize", json={"messages": messages, "chat_template": template})
+    assert response.status_code == status, response.text
+    if status == 200:
+        assert response.json()["prompt"].startswith("critic: bad\n")
+    else:
+        error = response.json()["error"]
+        assert error["param"] == "messages" and "messages[0].role" in error["message"] and "critic" in error["message"]
+
+
+def test_a_template_sees_fields_and_tools_as_they_were_sent(lenient: httpx.Client) -> None:
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{{ '(null)' if m.name is none else '' if m.name is undefined else m.name }}{% endfor %}"
+    )
+    tools = [{"function": {"description": "d", "name": "f", "strict": True, "x": None}, "type": "function"}]
+    messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b", "name": None}]
+    text = prompt_of(lenient, messages=messages, tools=tools, chat_template=template)
+    assert text == f"{json.dumps(tools)}system:auser:b(null)"
+    names = "{% if false %}'developer'{% endif %}" + template
+    assert "developer:auser:b" in prompt_of(lenient, messages=messages, tools=tools, chat_template=names)
+
+
+def test_a_users_message_that_the_template_loses_is_refused_with_its_place(lenient: httpx.Client) -> None:
+    messages = [{"role": "user", "content": text} for text in ("one", "two")]
+    body = {"messages": messages, "chat_template": "{{ messages[-1].content }}"}
+    response = lenient.post("/tokenize", json=body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "messages"
+    assert "messages[0].content" in response.json()["error"]["message"]
+    # A system message may be left out on purpose.
+    messages[0]["role"] = "system"
+    assert prompt_of(lenient, **body) == "two"
+
+
 def test_unknown_fields_are_ignored_on_request_but_not_those_that_are_known_to_change_the_answer(
     lenient: httpx.Client,
 ) -> None:
