@@ -41,8 +41,8 @@ Every field that OpenAI's, Anthropic's and other engines' requests can have is o
   what happens anyway are accepted.
 
 Null means the default everywhere. A field that is in none of the lists is refused as unknown; with `--unknown-fields
-ignore` it is left out, and its name is logged once. Further fields of messages and of functions are given to the
-model's chat template, and refused where it does not read them.
+ignore` it is left out, as is one that is refused here, and its name is logged once. Further fields of messages and of
+functions are given to the model's chat template, and refused where it does not read them.
 """
 ROUTES: dict[str, type[RequestModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,

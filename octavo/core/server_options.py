@@ -212,8 +212,8 @@ class ServerOptions(BaseModel):
     log_prompts: bool = Field(False, description="Log prompts too (their first characters).")
     unknown_fields: Literal["refuse", "ignore"] = Field(
         "refuse",
-        description="What becomes of a request with a field that is unknown here: refused with 400, as OpenAI's API "
-        "does, or served without it, and the name is logged once.",
+        description="What becomes of a request with a field that is unknown here, or known and not supported: refused "
+        "with 400, as OpenAI's API does, or served without it, and the name is logged once.",
     )
     unsupported_tools: Literal["ignore", "refuse"] = Field(
         "ignore",

@@ -140,6 +140,8 @@ async def _thinks(
 ) -> bool:
     """Whether the model reasons first although its prompt does not open it: one that the template can turn off does."""
     switches = [name for name in THINKING_VARIABLES if name in template.variables]
+    if body.thinks is False:
+        return False
     if not switches or any((body.chat_template_kwargs or {}).get(name) is False for name in switches):
         return False
     off = await _rendered(service, body, tools, template, **dict.fromkeys(switches, False))

@@ -163,7 +163,7 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
     prompt = await make_chat_prompt(service, request, body, tools)
     tokens = await chat_tokens(service, request, body, prompt.text)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if max_tokens is None:
+    if max_tokens is None and not body.has_no_token_limit:
         max_tokens = service.default_max_tokens(None)
     generation = make_generation(
         service,

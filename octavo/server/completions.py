@@ -38,7 +38,9 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
 def _generation(
     service: Service, request: Request, body: CompletionRequest, model: ServedModel, prompts: list[TokensPrompt]
 ) -> Generation:
-    max_tokens = service.default_max_tokens(DEFAULT_MAX_TOKENS) if body.max_tokens is None else body.max_tokens
+    max_tokens = body.max_tokens
+    if max_tokens is None and not body.has_no_token_limit:
+        max_tokens = service.default_max_tokens(DEFAULT_MAX_TOKENS)
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)

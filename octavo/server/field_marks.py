@@ -3,7 +3,8 @@
 A field of a request's model without a mark is *obeyed*. A *hint* is accepted with any value, since by its nature it
 changes nothing here: labels, marks for caches, wishes about a service's tiers. What would change the answer and cannot
 be obeyed is *refused* by its name, with the reason and what to do instead. So no field is ignored that a client relies
-on, and no client fails on a field that is harmless.
+on, and no client fails on a field that is harmless. With ``unknown_fields: ignore`` the operator decides otherwise:
+refused fields are left out, as unknown ones are.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Refused:
         is_bool = isinstance(value, bool)
         if value is None or any(value == allowed and isinstance(allowed, bool) == is_bool for allowed in self.accepted):
             return None
-        raise PydanticCustomError(REFUSED, "{besides}: {reason}", {"besides": self.besides, "reason": self.reason})
+        context = {"besides": self.besides, "reason": self.reason, "is_field": True}
+        raise PydanticCustomError(REFUSED, "{besides}: {reason}", context)
 
     @property
     def besides(self) -> str:

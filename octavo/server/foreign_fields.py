@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.server.field_marks import hint, refused
+from octavo.server.other_names import OtherNames
 from octavo.server.protocol_base import RequestModel
 
 _LABEL = "a label of the client's"
@@ -32,11 +33,12 @@ class Labels(RequestModel):
     prompt_cache_key: Any = hint(_CLIENT_CACHE)
     prompt_cache_options: Any = hint(_CLIENT_CACHE)
     prompt_cache_retention: Any = hint(_CLIENT_CACHE)
+    provider_specific_fields: Any = hint("what another service says of itself")
     request_id: Any = hint("the header X-Request-Id names a request")
     rid: Any = hint("the header X-Request-Id names a request")
 
 
-class EngineFields(Labels):
+class EngineFields(Labels, OtherNames):
     """Fields of other engines for every route that generates."""
 
     spaces_between_special_tokens: Any = hint("tokens are of bytes, between which nothing is put")
@@ -58,8 +60,6 @@ class EngineFields(Labels):
     logit_processors: Any = refused(_CODE, [])
     custom_logit_processor: Any = refused(_CODE)
     custom_params: Any = refused(_CODE)
-    repeat_penalty: Any = refused(_PENALTY, 1)
-    repeat_last_n: Any = refused("repetition_penalty looks at the whole prompt and output", -1)
     penalize_nl: Any = refused(_PENALTY)
     repetition_detection: Any = refused(_PENALTY)
     tfs_z: Any = refused(_SAMPLER, 1)
@@ -80,7 +80,6 @@ class EngineFields(Labels):
     dry_penalty_last_n: Any = refused(_SAMPLER)
     dry_sequence_breakers: Any = refused(_SAMPLER)
     # When the answer ends, and what is sent of it
-    n_predict: Any = refused("its name is max_tokens")
     max_new_tokens: Any = refused("its name is max_tokens")
     n_keep: Any = refused("a prompt is never shifted out of the context", 0)
     t_max_predict_ms: Any = refused("--request-timeout limits the time of an answer", 0, -1)

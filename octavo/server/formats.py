@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
+
+import msgspec
 
 from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import InvalidRequestError
@@ -45,7 +49,8 @@ def read_form(body: FormFields) -> Form | None:
     """The form that a request asks for; None: free text.
 
     Raises:
-        ApiError, InvalidRequestError: several fields say one, or its field is wrong; the message begins with its name.
+        ApiError, InvalidRequestError: several fields say different ones, or a field is wrong; the message begins with
+            its name.
     """
     forms: dict[str, Form] = {}
     if body.response_format is not None and (form := _of_response_format(body.response_format)) is not None:
@@ -60,11 +65,21 @@ def read_form(body: FormFields) -> Form | None:
             if field == "guided_json":
                 options["whitespace_pattern"] = body.guided_whitespace_pattern or None
             forms[field] = Form(field, _made(field, options))
-    if len(forms) > 1:
+    if len({_meaning(form.params) for form in forms.values()}) > 1:
         raise invalid(list(forms)[-1], f"{' and '.join(forms)} each say the form of the answer; give one of them")
     if body.guided_whitespace_pattern and "guided_json" not in forms:
         raise invalid("guided_whitespace_pattern", "guided_whitespace_pattern is allowed only with guided_json")
     return next(iter(forms.values()), None)
+
+
+def _meaning(params: StructuredOutputsParams) -> str:
+    """A form as text that is the same for a schema and its JSON text, and for a left-out option and its null."""
+    fields = {name: value for name, value in msgspec.to_builtins(params).items() if value not in (None, False, [])}
+    for name in ("json", "structural_tag"):
+        if isinstance(fields.get(name), str):
+            with contextlib.suppress(ValueError, RecursionError):
+                fields[name] = json.loads(fields[name])
+    return json.dumps(fields, sort_keys=True)
 
 
 def renamed(error: InvalidRequestError, body: FormFields) -> InvalidRequestError:

@@ -51,13 +51,13 @@ def check_variables(service: Service, known: Set[str], variables: Mapping[str, A
     for name, value in variables.items():
         if value in (None, []) or name in known or name in _HINTS:
             continue
+        if service.options.unknown_fields == "ignore":
+            service.note_unknown(name)
+            continue
         if name == "documents":
             raise unsupported(
                 "documents", "documents is not supported by this model: its chat template has no place for them"
             )
-        if service.options.unknown_fields == "ignore":
-            service.note_unknown(name)
-            continue
         message = f"chat_template_kwargs: the chat template has no variable {name!r:.100}"
         raise invalid("chat_template_kwargs", message, "unknown_parameter")
 

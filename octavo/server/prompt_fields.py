@@ -15,6 +15,7 @@ from octavo.engine.fill_in_middle import no_fill_in_middle
 from octavo.engine.message_forms import names_role
 from octavo.server.api_errors import ApiError, invalid, unsupported
 from octavo.server.message_fields import (
+    THINKING_VARIABLES,
     check_variables,
     effort_variables,
     further_fields,
@@ -237,6 +238,12 @@ def _template_options(
         variables["documents"] = body.documents
     if variables:
         check_variables(service, template.variables, variables)
+    if body.thinks is not None:
+        for name in THINKING_VARIABLES:
+            if isinstance(variables.get(name), bool) and variables[name] != body.thinks:
+                message = f"chat_template_kwargs.{name} contradicts enable_thinking, thinking or reasoning"
+                raise invalid("chat_template_kwargs", message)
+        variables |= {name: body.thinks for name in THINKING_VARIABLES if name in template.variables}
     if body.reasoning_effort is not None:
         variables = {**effort_variables(body.reasoning_effort, template.variables), **variables}
     return {
@@ -259,9 +266,15 @@ def _as_dict(message: ChatMessage, template: str) -> dict[str, Any]:
             {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
             for part in message.content
         ]
-    thought = message.reasoning_content or message.reasoning
+    thought = message.reasoning_content or message.reasoning or _detailed(message.reasoning_details)
     if isinstance(thought, str) and message.role == "assistant":  # templates read it by either name
         plain["reasoning_content"] = plain["reasoning"] = thought
     if message.role == "developer" and not names_role(template, "developer"):
         plain["role"] = "system"  # of which it is OpenAI's newer name
     return plain
+
+
+def _detailed(details: object) -> str:
+    """The texts of ``reasoning_details``; other parts are encrypted, or summaries of these."""
+    texts = [part.get("text") for part in details if isinstance(part, dict)] if isinstance(details, list) else []
+    return "".join(text for text in texts if isinstance(text, str))

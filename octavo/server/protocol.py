@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from octavo.server.field_marks import hint, refused
 from octavo.server.foreign_fields import OpenAIFields
+from octavo.server.other_names import ThinkingFields
 from octavo.server.protocol_base import SEEN, Int, Name, Phrase, RequestModel, TextKind
 from octavo.server.protocol_formats import FormFields
 from octavo.server.protocol_tools import Tool, ToolChoice
@@ -154,7 +155,9 @@ class ChatMessage(RequestModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: Name = Field(description="system, developer, user, assistant or tool, or what the model's template names.")
+    role: Name = Field(
+        description="system, developer, user, assistant or tool, or another that the model's template names or writes."
+    )
     content: str | list[ChatPart] | None = Field(
         None,
         description='Text, or parts {"type": "text", "text": ..}; where the model sees images also '
@@ -164,6 +167,9 @@ class ChatMessage(RequestModel):
     tool_call_id: str | None = Field(None, description="Of a tool's message: the call whose result it is.")
     reasoning_content: str | None = Field(None, description="What the assistant thought; also named reasoning.")
     reasoning: Any = Field(None, description="The same under its other name.")
+    reasoning_details: Any = Field(None, description="The same as a list of parts, whose texts are read.")
+    provider_specific_fields: Any = hint("what another service says of an answer")
+    thinking_blocks: Any = hint("reasoning_content says the same")
     name: Any = hint("only some templates have a place for it")
     annotations: Any = hint("sources of what an earlier answer says")
     cache_control: Any = hint("prefixes are cached without marks")
@@ -174,7 +180,7 @@ class ChatMessage(RequestModel):
     refusal: Any = refused("write it as the content", "")
 
 
-class TemplateOptions(RequestModel):
+class TemplateOptions(ThinkingFields):
     """How the chat template writes a conversation."""
 
     add_generation_prompt: bool | None = Field(None, description="Begin the assistant's answer (default true).")
@@ -187,9 +193,6 @@ class TemplateOptions(RequestModel):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
     documents: list[dict[str, Any]] | None = Field(None, description="Documents, for templates that know them.")
     tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
-    reasoning_effort: Name | None = Field(
-        None, description="For templates that know it; none: without reasoning, where the template can turn it off."
-    )
 
 
 class Prediction(RequestModel):
@@ -201,6 +204,8 @@ class Prediction(RequestModel):
 
 class ChatCompletionRequest(GenerationRequest, TemplateOptions):
     """Body of ``/v1/chat/completions``."""
+
+    token_limits = ("max_completion_tokens", "max_tokens")
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(description="The conversation.")
     max_completion_tokens: Int | None = Field(None, description="Most tokens to generate; wins over max_tokens.")

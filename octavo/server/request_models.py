@@ -25,8 +25,8 @@ _ROUTES: dict[type[BaseModel], str] = {
 def read_model(kind: type[M], value: Any, service: Service) -> M:
     """A request's model.
 
-    Unknown fields that say nothing are left out; with ``unknown_fields: ignore`` the others too,
-    and they are logged once.
+    Unknown fields that say nothing are left out; with ``unknown_fields: ignore`` the others too, and those that are
+    known and not supported, and they are logged once.
 
     Args:
         kind: the model of the route.
@@ -45,13 +45,16 @@ def read_model(kind: type[M], value: Any, service: Service) -> M:
         left_out = [error for error in errors if _may_be_left_out(error, service)]
         for error in left_out:
             _delete(value, error["loc"])
-            if not _says_nothing(error):
+            if error["type"] == REFUSED or not _says_nothing(error):
                 service.note_unknown(str(error["loc"][-1]))
         if not left_out:
             raise _told(kind, value, errors)
 
 
 def _may_be_left_out(error: ErrorDetails, service: Service) -> bool:
+    """Whether a field may be: an unknown one, or one that is known here and not supported."""
+    if error["type"] == REFUSED:  # which values of supported fields may be too, such as the type of a part
+        return service.options.unknown_fields == "ignore" and bool(error["ctx"].get("is_field"))
     if error["type"] != "extra_forbidden":
         return False
     return _says_nothing(error) or service.options.unknown_fields == "ignore"

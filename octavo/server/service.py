@@ -210,7 +210,7 @@ class Service:
 
     def note_unknown(self, name: str) -> None:
         """Logs a field that is ignored, each name once."""
-        self._log_once(f"requests bring a field that is unknown here and ignored: {name[:100]!r}")
+        self._log_once(f"requests bring a field that is unknown or not supported here and ignored: {name[:100]!r}")
 
     def _log_once(self, message: str) -> None:
         if message not in self._logged and len(self._logged) < MAX_NOTES:

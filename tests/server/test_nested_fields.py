@@ -37,6 +37,9 @@ MESSAGE: dict[str, tuple[str, str, Any]] = {
     "cache_control": (HARMLESS, "user", {"type": "ephemeral"}),
     "reasoning": (HARMLESS, "assistant", "hm"),
     "reasoning_content": (HARMLESS, "assistant", "hm"),
+    "reasoning_details": (HARMLESS, "assistant", [{"type": "reasoning.text", "text": "hm"}]),
+    "thinking_blocks": (HARMLESS, "assistant", [{"type": "thinking", "thinking": "hm", "signature": ""}]),
+    "provider_specific_fields": (HARMLESS, "assistant", {"a": 1}),
     "prefix": (REFUSED, "assistant", True),
     "partial": (REFUSED, "assistant", True),
     "tone": (REFUSED, "user", "loud"),
@@ -230,17 +233,20 @@ def test_a_users_message_that_the_template_loses_is_refused_with_its_place(lenie
     assert prompt_of(lenient, **body) == "two"
 
 
-def test_unknown_fields_are_ignored_on_request_but_not_those_that_are_known_to_change_the_answer(
-    lenient: httpx.Client,
-) -> None:
+def test_fields_that_are_unknown_or_not_supported_are_ignored_on_request(lenient: httpx.Client) -> None:
     message = {"role": "user", "content": "hi"}
     plain = prompt_of(lenient, messages=[message])
     assert prompt_of(lenient, messages=[{**message, "name": "Ann"}], chat_template_kwargs={"mood": 1}) == plain
+    assert prompt_of(lenient, messages=[message], documents=[{"text": "a"}]) == plain
     for further in ({"refusal": "no"}, {"audio": {"id": "a"}}):
-        status, found = answer(lenient, {**message, "role": "assistant", **further})
-        assert status == 400 and next(iter(further)) in found["error"]["message"]
-    status, found = answer(lenient, message, documents=[{"text": "a"}])
-    assert status == 400 and found["error"]["param"] == "documents"
+        assert prompt_of(lenient, messages=[{**message, **further}]) == plain
+    status, found = answer(lenient, message, web_search_options={}, logits_processors=["a.b"], mirostat=2)
+    assert status == 200, found
+    # What a field holds is not left out: it is part of the message.
+    status, found = answer(
+        lenient, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+    )
+    assert status == 400 and found["error"]["param"] == "messages"
 
 
 def test_variables_that_the_template_does_not_read_are_refused(http: httpx.Client) -> None:

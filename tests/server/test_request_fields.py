@@ -110,6 +110,14 @@ TABLE: dict[str, tuple[str, str, Any] | tuple[str, str, Any, Any]] = {
     "separate_reasoning": (WORKS, ELSEWHERE, False),
     "reasoning_format": (WORKS, ELSEWHERE, "none"),
     "parse_tool_calls": (WORKS, ELSEWHERE, False),
+    # Other names; tests/server/test_other_names.py says of what.
+    "repeat_penalty": (WORKS, WORKS, 2.0),
+    "repeat_last_n": (WORKS, WORKS, 64),
+    "n_predict": (WORKS, WORKS, 4),
+    "num_predict": (WORKS, WORKS, -1),
+    "enable_thinking": (WORKS, ELSEWHERE, False),
+    "thinking": (WORKS, ELSEWHERE, {"type": "enabled", "budget_tokens": 5}),
+    "reasoning": (WORKS, ELSEWHERE, {"effort": "high", "exclude": True}),
 }
 #: The same on both routes.
 TABLE |= {
@@ -127,8 +135,8 @@ TABLE |= {
         ("data_parallel_rank", 1, 0), ("bootstrap_host", "a"), ("bootstrap_port", 1), ("bootstrap_room", 1),
         ("extra_key", "a"), ("max_new_tokens", 5), ("logprob_start_len", 0, -1),
         # llama.cpp
-        ("n_predict", 5), ("n_probs", 5, 0), ("min_keep", 5, 0), ("tfs_z", 0.5, 1.0), ("typical_p", 0.5, 1.0),
-        ("top_n_sigma", 1.0, -1.0), ("repeat_penalty", 1.1, 1.0), ("repeat_last_n", 64, -1), ("penalize_nl", True),
+        ("n_probs", 5, 0), ("min_keep", 5, 0), ("tfs_z", 0.5, 1.0), ("typical_p", 0.5, 1.0),
+        ("top_n_sigma", 1.0, -1.0), ("penalize_nl", True),
         ("mirostat", 2, 0), ("mirostat_tau", 5.0), ("mirostat_eta", 0.1), ("dynatemp_range", 0.5, 0.0),
         ("dynatemp_exponent", 2.0, 1.0), ("xtc_probability", 0.5, 0.0), ("xtc_threshold", 0.1),
         ("dry_multiplier", 0.8, 0.0), ("dry_base", 1.75), ("dry_allowed_length", 2), ("dry_penalty_last_n", -1),
@@ -145,7 +153,7 @@ TABLE |= {
     for name, value in (
         ("request_id", "a"), ("rid", "a"), ("spaces_between_special_tokens", False),
         ("stream_reasoning", True), ("guided_decoding_backend", "xgrammar"),
-        ("cache_prompt", True), ("id_slot", 1), ("n_cache_reuse", 1),
+        ("cache_prompt", True), ("id_slot", 1), ("n_cache_reuse", 1), ("provider_specific_fields", {"a": 1}),
     )
 }  # fmt: skip
 TABLE |= {

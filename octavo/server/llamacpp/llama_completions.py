@@ -94,8 +94,6 @@ def _fields(body: LlamaFields) -> dict[str, Any]:
     """The fields of a completion that a body asks for."""
     fields = {name: value for name in SamplingFields.model_fields if (value := getattr(body, name)) is not None}
     fields |= {"stop": body.stop, "stream": body.stream, "grammar": body.grammar, "json_schema": body.json_schema}
-    if body.repeat_penalty is not None:
-        fields["repetition_penalty"] = body.repeat_penalty
     if body.n_predict is not None and body.n_predict >= 0:
         fields["max_tokens"] = body.n_predict
     if fields.get("seed") == -1:  # a random one

@@ -17,10 +17,11 @@ class LlamaFields(SamplingFields, EngineFields):
     """What ``/completion`` and ``/infill`` have in common."""
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
+    token_limits = ("n_predict",)
+
     n_predict: Int | None = Field(None, description="Most tokens to generate; -1 (default): as many as fit.")
     stop: Phrase | list[Phrase] | None = Field(None, description="Texts that end the answer; they are not part of it.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
-    repeat_penalty: float | None = Field(None, description="Another name of repetition_penalty.")
     grammar: str | None = Field(None, description="The grammar that the answer follows.")
     json_schema: dict[str, Any] | None = Field(None, description="The JSON schema that the answer follows.")
     n_probs: Int | None = Field(None, description="Send the logprobs of so many likeliest tokens at each position.")

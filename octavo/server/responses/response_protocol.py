@@ -29,6 +29,8 @@ Input = str | Annotated[list[InputItem], Field(fail_fast=True)]
 class InputTokensRequest(SamplingFields, EngineFields):
     """Body of ``/v1/responses/input_tokens``: that of a response, whose input may be missing."""
 
+    token_limits = ("max_output_tokens",)
+
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
     input: Input | None = Field(
         None, description="A text, or items: messages, function calls with their outputs, and reasoning."
