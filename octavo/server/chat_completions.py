@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Set
 from contextlib import aclosing
 from typing import Any
 
@@ -10,7 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.outputs import RequestOutput
-from octavo.server.chat_output import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart, collect
+from octavo.server.chat_output import (
+    ChatEvent,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    collect,
+)
 from octavo.server.chat_request import Chat, ChoiceEvents, start_chat
 from octavo.server.logprobs import LogprobsTracker, make_chat_logprobs, make_prompt_logprobs
 from octavo.server.pending_response import PendingResponse
@@ -24,9 +31,17 @@ from octavo.server.protocol_answers import (
     Delta,
     Message,
 )
-from octavo.server.protocol_tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
+from octavo.server.protocol_tools import (
+    CustomCall,
+    CustomToolCall,
+    FunctionCall,
+    FunctionCallDelta,
+    ToolCall,
+    ToolCallDelta,
+)
 from octavo.server.service import service_of
 from octavo.server.streaming import DONE, event
+from octavo.server.tools import custom_input
 
 
 async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
@@ -41,6 +56,8 @@ class _PendingCompletion(PendingResponse):
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
         self._sends_ids = bool(chat.body.return_token_ids)
+        #: Pieces of the arguments of calls of custom tools that have not ended, by choice and number of the call.
+        self._custom_calls: dict[tuple[int, int], list[str]] = {}
         #: Of each choice that has begun; None: no logprobs are requested.
         self._trackers: dict[int, LogprobsTracker | None] = {}
 
@@ -53,7 +70,7 @@ class _PendingCompletion(PendingResponse):
                 finish_reason=choice.finish_reason or "stop",
                 index=choice.index,
                 logprobs=self._logprobs(choice),
-                message=_message(choice.events, _echoed(self.chat.body)),
+                message=_message(choice.events, _echoed(self.chat.body), self.chat.custom_tools),
                 stop_reason=choice.stop_reason,
             )
             if self._sends_ids:
@@ -97,7 +114,9 @@ class _PendingCompletion(PendingResponse):
     def _chunks(self, choice: ChoiceEvents) -> list[ChatCompletionChunk]:
         """Chunks of one choice: a chunk for each event, and the finish reason in a chunk of its own."""
         logprobs = self._logprobs(choice)
-        deltas = [_delta(event) for event in choice.events]
+        deltas = [delta for event in choice.events for delta in self._deltas(choice.index, event)]
+        if choice.finish_reason is not None:
+            deltas += self._custom_inputs(choice.index)
         ids = choice.completion.token_ids if self._sends_ids else []
         if not deltas and ((logprobs is not None and logprobs.content) or ids):
             deltas = [Delta(content="")]
@@ -112,6 +131,27 @@ class _PendingCompletion(PendingResponse):
             last.choices[0].stop_reason = choice.stop_reason
             chunks.append(last)
         return chunks
+
+    def _deltas(self, choice: int, event: ChatEvent) -> list[Delta]:
+        """The increments that an event makes: the text of a call of a custom tool comes whole, when the call ends."""
+        if isinstance(event, ToolCallArguments) and (choice, event.index) in self._custom_calls:
+            self._custom_calls[choice, event.index].append(event.text)
+            return []
+        ended = self._custom_inputs(choice)
+        if isinstance(event, ToolCallStart) and event.name in self.chat.custom_tools:
+            self._custom_calls[choice, event.index] = []
+            custom = CustomCall(name=event.name, input="")
+            call = ToolCallDelta(index=event.index, id=event.id, type="custom", custom=custom)
+            return [*ended, Delta(tool_calls=[call])]
+        return [*ended, _delta(event)]
+
+    def _custom_inputs(self, choice: int) -> list[Delta]:
+        """The texts of the choice's calls that end here."""
+        deltas = []
+        for key in [key for key in self._custom_calls if key[0] == choice]:
+            custom = CustomCall(input=custom_input("".join(self._custom_calls.pop(key))))
+            deltas.append(Delta(tool_calls=[ToolCallDelta(index=key[1], custom=custom)]))
+        return deltas
 
     def _tracker(self, output: RequestOutput) -> LogprobsTracker | None:
         """Tracks the logprobs of one choice; None if they are not requested."""
@@ -147,7 +187,7 @@ def _echoed(body: ChatCompletionRequest) -> str:
     )
 
 
-def _message(events: list[ChatEvent], echoed: str) -> Message:
+def _message(events: list[ChatEvent], echoed: str, custom: Set[str]) -> Message:
     """The assistant's message after ``echoed``; its content is null where it calls tools without a word."""
     parts = collect(events)
     content = parts.content if parts.content is not None or parts.tool_calls else ""
@@ -158,7 +198,11 @@ def _message(events: list[ChatEvent], echoed: str) -> Message:
         message.reasoning_content = message.reasoning = parts.reasoning
     if parts.tool_calls:
         message.tool_calls = [
-            ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
+            CustomToolCall(
+                id=call.id, type="custom", custom=CustomCall(name=call.name, input=custom_input(call.arguments))
+            )
+            if call.name in custom
+            else ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
             for call in parts.tool_calls
         ]
     return message

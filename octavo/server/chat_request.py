@@ -89,6 +89,11 @@ class Chat:
     _parsers: dict[int, ChatParser] = field(default_factory=dict)
     _calling: set[int] = field(default_factory=set)
 
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """Functions that stand for tools that take a text."""
+        return self._tools.custom
+
     async def outputs(self) -> AsyncGenerator[list[ChoiceEvents], None]:
         """The choices as they grow if the body asks for a stream, else one list with each whole.
 
@@ -159,7 +164,9 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
     """
     model = await service.model(body.model)
     top = _top_logprobs(body)
-    tools = await beside_loop(request, read_tools, body.tools, body.tool_choice, body.parallel_tool_calls)
+    tools = await beside_loop(
+        request, read_tools, body.tools, body.tool_choice, body.parallel_tool_calls, service.leave_out_tool
+    )
     prompt = await make_chat_prompt(service, request, body, tools)
     tokens = await chat_tokens(service, request, body, prompt.text)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

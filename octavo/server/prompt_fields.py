@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -177,7 +178,7 @@ async def write_conversation(
     Raises:
         ApiError, InvalidRequestError, TokenizerError: as ``read_tools``, ``choose`` and ``render_chat``.
     """
-    tools = read_tools(body.tools).shown
+    tools = read_tools(body.tools, leave_out=service.leave_out_tool).shown
     template = await choose(service, request, body, has_tools=tools is not None)
     return await render_chat(service, template, messages, body, tools)
 
@@ -269,9 +270,21 @@ def _as_dict(message: ChatMessage, template: str) -> dict[str, Any]:
     thought = message.reasoning_content or message.reasoning or _detailed(message.reasoning_details)
     if isinstance(thought, str) and message.role == "assistant":  # templates read it by either name
         plain["reasoning_content"] = plain["reasoning"] = thought
+    if message.tool_calls:
+        plain["tool_calls"] = [_function_call(call) for call in message.tool_calls]
     if message.role == "developer" and not names_role(template, "developer"):
         plain["role"] = "system"  # of which it is OpenAI's newer name
     return plain
+
+
+def _function_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of a tool that takes a text as one of the function that stands for it; others as they are."""
+    custom = call.get("custom")
+    if call.get("type") != "custom" or not isinstance(custom, dict):
+        return call
+    arguments = json.dumps({"input": custom.get("input", "")}, ensure_ascii=False)
+    rest = {name: value for name, value in call.items() if name != "custom"}
+    return {**rest, "type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
 
 
 def _detailed(details: object) -> str:

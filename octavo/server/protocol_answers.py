@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from octavo.server.protocol_base import ResponseModel
-from octavo.server.protocol_tools import ToolCall, ToolCallDelta
+from octavo.server.protocol_tools import CustomToolCall, ToolCall, ToolCallDelta
 
 #: For each prompt token: None, or token id -> {"logprob", "rank", "decoded_token"}.
 PromptLogprobs = list[dict[str, dict[str, Any]] | None]
@@ -99,7 +99,7 @@ class Message(ResponseModel):
     content: str | None
     refusal: None
     role: Literal["assistant"]
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall | CustomToolCall] | None = None
     reasoning_content: str | None = Field(None, description="What the model thought before it answered.")
     reasoning: str | None = Field(None, description="The same under its other name.")
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import (
+    ConfigDict,
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    Tag,
+    model_validator,
+)
 
 from octavo.server.field_marks import hint
 from octavo.server.protocol_base import RequestModel, ResponseModel
@@ -21,10 +29,10 @@ class FunctionDefinition(RequestModel):
     strict: bool | None = Field(None, description="Arguments fit the schema whatever the model writes.")
 
 
-class Tool(RequestModel):
-    """A tool; all are functions."""
+class FunctionTool(RequestModel):
+    """A function."""
 
-    type: str
+    type: Literal["function"]
     function: FunctionDefinition
     cache_control: Any = hint("prefixes are cached without marks")
     _sent: Any = PrivateAttr(None)
@@ -42,6 +50,43 @@ class Tool(RequestModel):
         return {name: value for name, value in self._sent.items() if name != "cache_control"}
 
 
+class CustomDefinition(RequestModel):
+    """A tool that takes a text."""
+
+    name: str = Field(description="1 to 64 letters, digits, _ and -.")
+    description: str | None = Field(None, description="What it does, for the model.")
+    format: dict[str, Any] | None = Field(None, description="The form of the text, which the model is told.")
+
+
+class CustomTool(RequestModel):
+    """A tool that takes a text; the model sees a function with one argument, ``input``."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+    cache_control: Any = hint("prefixes are cached without marks")
+
+
+class OtherTool(RequestModel):
+    """A tool that another service runs, such as a search of the web."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+def _tool_tag(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return f"{kind}_tool" if kind in ("function", "custom") else "other_tool"  # which are names of no fields
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("function_tool")]
+    | Annotated[CustomTool, Tag("custom_tool")]
+    | Annotated[OtherTool, Tag("other_tool")],
+    Discriminator(_tool_tag),
+]
+
+
 class FunctionName(RequestModel):
     """A function by its name."""
 
@@ -53,6 +98,13 @@ class NamedTool(RequestModel):
 
     type: str
     function: FunctionName | None = None
+    custom: FunctionName | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The tool's name; None: it has none, or another type."""
+        named = {"function": self.function, "custom": self.custom}.get(self.type)
+        return None if named is None else named.name
 
 
 class AllowedTools(RequestModel):
@@ -83,6 +135,21 @@ class ToolCall(ResponseModel):
     function: FunctionCall
 
 
+class CustomCall(ResponseModel):
+    """A call of a tool that takes a text, or an increment of it."""
+
+    name: str | None = None
+    input: str
+
+
+class CustomToolCall(ResponseModel):
+    """A tool that takes a text and that the model calls."""
+
+    id: str
+    type: Literal["custom"]
+    custom: CustomCall
+
+
 class FunctionCallDelta(ResponseModel):
     """An increment of a call: its name at first, then pieces of its arguments."""
 
@@ -95,5 +162,6 @@ class ToolCallDelta(ResponseModel):
 
     index: int
     id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionCallDelta
+    type: Literal["function", "custom"] | None = None
+    function: FunctionCallDelta | None = None
+    custom: CustomCall | None = None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic_core import from_json
+
 from octavo.server.api_errors import invalid, unsupported
-from octavo.server.protocol_tools import Tool, ToolChoice
+from octavo.server.protocol_tools import CustomTool, FunctionTool, OtherTool, Tool, ToolChoice
 
 #: Most functions, as OpenAI's API has it.
 MAX_TOOLS = 128
@@ -36,6 +38,8 @@ class RequestTools:
     parallel: bool
     #: Position of each function in the request.
     places: Mapping[str, int]
+    #: Functions that stand for tools that take a text.
+    custom: frozenset[str] = frozenset()
 
     @property
     def must_call(self) -> bool:
@@ -44,9 +48,19 @@ class RequestTools:
 
 
 def read_tools(
-    tools: list[Tool] | None, tool_choice: str | ToolChoice | None = None, parallel_tool_calls: bool | None = None
+    tools: list[Tool] | None,
+    tool_choice: str | ToolChoice | None = None,
+    parallel_tool_calls: bool | None = None,
+    leave_out: Callable[[str, str], None] | None = None,
 ) -> RequestTools:
     """The tools of a request, of the fields of these names.
+
+    Args:
+        tools: functions, tools that take a text, which are functions of one argument for the model, and others.
+        tool_choice: which may or must be called.
+        parallel_tool_calls: whether several may be.
+        leave_out: called with the place and the type of each tool that only another service could run; None: such
+            tools are refused.
 
     Raises:
         ApiError: 400, naming what is wrong and where.
@@ -55,36 +69,73 @@ def read_tools(
     if len(entries) > MAX_TOOLS:
         raise invalid("tools", f"tools has {len(entries)} functions; at most {MAX_TOOLS} are served")
     schemas: dict[str, Mapping[str, Any]] = {}
+    shown: list[dict[str, Any]] = []
+    places: dict[str, int] = {}
+    strict, custom = set[str](), set[str]()
     for i, tool in enumerate(entries):
-        name = _checked_name(tool, i)
+        if isinstance(tool, OtherTool):
+            if leave_out is None or "function" in (tool.model_extra or {}):  # whose type must be function
+                raise unsupported("tools", f"tools[{i}].type {tool.type!r:.100} is not supported: tools are functions")
+            leave_out(f"tools[{i}]", tool.type)
+            continue
+        kind = tool.type
+        name = tool.function.name if isinstance(tool, FunctionTool) else tool.custom.name
+        if not _NAME.fullmatch(name):
+            message = f"tools[{i}].{kind}.name must be 1 to 64 letters, digits, _ and -, not {name!r:.100}"
+            raise invalid("tools", message)
         if name in schemas:
-            raise invalid("tools", f"tools[{i}].function.name: there are two functions {name!r}")
-        schemas[name] = _checked_schema(tool, i)
+            raise invalid("tools", f"tools[{i}].{kind}.name: there are two functions {name!r}")
+        places[name] = i
+        if isinstance(tool, CustomTool):
+            function = custom_function(tool.custom.description, tool.custom.format)
+            schemas[name] = function["parameters"]
+            shown.append({"type": "function", "function": {"name": name, **function}})
+            custom.add(name)
+        else:
+            schemas[name] = _checked_schema(tool, i)
+            shown.append(tool.sent)
+            strict |= {name} if tool.function.strict else set()
     choice, names = _choice(tool_choice, list(schemas))
     if choice == "none":
         return RequestTools(None, {}, choice, frozenset(), False, {})
     return RequestTools(
-        shown=[tool.sent for tool in entries],
+        shown=shown,
         callable={name: schemas[name] for name in names},
         choice=choice,
-        strict=frozenset(tool.function.name for tool in entries if tool.function.strict) & frozenset(names),
+        strict=frozenset(strict & set(names)),
         parallel=parallel_tool_calls is not False and choice != "named",
-        places={name: i for i, name in enumerate(schemas)},
+        places=places,
+        custom=frozenset(custom),
     )
 
 
-def _checked_name(tool: Tool, index: int) -> str:
-    if tool.type != "function":
-        raise unsupported("tools", f"tools[{index}].type {tool.type!r:.100} is not supported: tools are functions")
-    name = tool.function.name
-    if not _NAME.fullmatch(name):
-        raise invalid(
-            "tools", f"tools[{index}].function.name must be 1 to 64 letters, digits, _ and -, not {name!r:.100}"
-        )
-    return name
+def custom_function(description: str | None, form: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Description and parameters of the function that stands for a tool that takes a text.
+
+    Args:
+        description: that of the tool.
+        form: the form of the text, as chats or responses have it; the model is told of a grammar.
+    """
+    text = description or ""
+    if form is not None and form.get("type") == "grammar":
+        nested = form.get("grammar")
+        grammar = nested if isinstance(nested, dict) else form
+        text += f"\nThe input follows this {grammar.get('syntax')} grammar:\n{grammar.get('definition')}"
+    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    described = {"description": text.strip()} if text.strip() else {}
+    return {**described, "parameters": {**schema, "additionalProperties": False}}
 
 
-def _checked_schema(tool: Tool, index: int) -> Mapping[str, Any]:
+def custom_input(arguments: str) -> str:
+    """The text that a call of a tool that takes one gives; its arguments may end early."""
+    try:
+        value = from_json(arguments or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        return arguments
+    return str(value["input"]) if isinstance(value, dict) and "input" in value else arguments
+
+
+def _checked_schema(tool: FunctionTool, index: int) -> Mapping[str, Any]:
     """The schema of the parameters; without one there are none."""
     schema = tool.function.parameters
     place = f"tools[{index}].function.parameters"
@@ -140,11 +191,11 @@ def _choice(
         return "required", names
     if isinstance(tool_choice, str):
         raise invalid("tool_choice", f"tool_choice must be none, auto, required or an object, not {tool_choice!r:.100}")
-    if tool_choice.type == "function" and tool_choice.function is not None:
-        return "named", _known([tool_choice.function.name], names)
+    if tool_choice.name is not None:
+        return "named", _known([tool_choice.name], names)
     if tool_choice.type == "allowed_tools" and tool_choice.allowed_tools is not None:
         allowed = tool_choice.allowed_tools
-        functions = _known([tool.function.name for tool in allowed.tools if tool.function is not None], names)
+        functions = _known([tool.name for tool in allowed.tools if tool.name is not None], names)
         if not functions:
             raise invalid("tool_choice", "tool_choice.allowed_tools.tools must name a function")
         return allowed.mode, [name for name in names if name in functions]

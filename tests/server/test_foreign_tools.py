@@ -72,6 +72,10 @@ def test_tools_that_only_another_service_can_run_are_left_out(tiny_server: Runni
             error = refused.json()["error"]
             assert refused.status_code == 400 and error["param"] == "tools" and "tools[1]" in error["message"]
         tiny_server.wait_for_log("left out: type 'web_search'")
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "tools": [{"type": "web_search"}]}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        refused = strict.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
 
 
 def test_tools_that_take_a_text_and_tools_in_namespaces_are_functions_of_the_chat(strict: httpx.Client) -> None:

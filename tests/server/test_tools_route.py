@@ -271,7 +271,7 @@ def test_answers_are_those_of_the_openai_api(http: httpx.Client) -> None:
         ({"tools": [tool("a", {"properties": {"x": 5}})]}, "tools", "parameters.properties.x must be a JSON schema"),
         ({"tools": [tool("a", {"required": "x"})]}, "tools", "parameters.required"),
         ({"tools": [tool("a", "x")]}, "tools", "tools[0].function.parameters"),
-        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools", "tools[0]"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a b"}}]}, "tools", "tools[0].custom.name"),
         ({"tools": [{"type": "web_search", "function": {"name": "a"}}]}, "tools", "tools[0].type 'web_search'"),
         ({"tools": [{**tool("a", {}), "defer_loading": True}]}, "tools", "tools[0].defer_loading"),
         ({"tools": [tool(f"f{i}", {}) for i in range(129)]}, "tools", "at most 128"),
@@ -366,3 +366,63 @@ def test_reasoning_of_earlier_turns_is_given_to_the_template(http: httpx.Client)
         messages = [*ASK, {"role": "assistant", "content": "Sun.", name: "Look it up. "}, *ASK]
         prompt = http.post("/tokenize", json={"messages": messages, "chat_template": THINKING}).json()["prompt"]
         assert "assistant: Look it up. Sun." in prompt
+
+
+# Tools of other kinds -------------------------------------------------------------------------------------------------
+
+PATCH: Any = {"type": "custom", "custom": {"name": "patch", "description": "Changes a file."}}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "custom", "custom": {"name": "patch"}},
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "required", "tools": [{"type": "custom", "custom": {"name": "patch"}}]},
+        },
+    ],
+    ids=["named", "allowed"],
+)
+def test_a_tool_that_takes_a_text_is_called_with_one(client: OpenAI, choice: Any) -> None:
+    given: Any = {"tools": [*TOOLS, PATCH], "tool_choice": choice, "parallel_tool_calls": False}
+    answer = ask(client, **given)
+    [call] = answer.choices[0].message.tool_calls or []
+    assert call.type == "custom" and call.custom.name == "patch" and call.custom.input
+    assert not call.custom.input.startswith("{")
+    pieces: list[Any] = [
+        call
+        for chunk in stream(client, **given)
+        for call in chunk.choices[0].delta.model_dump().get("tool_calls") or []
+    ]
+    assert pieces[0]["type"] == "custom" and pieces[0]["custom"] == {"name": "patch", "input": ""} and pieces[0]["id"]
+    assert "".join(piece["custom"]["input"] for piece in pieces) == call.custom.input
+    assert {piece["index"] for piece in pieces} == {0}
+
+
+def test_the_next_turn_tells_the_model_what_it_called(http: httpx.Client) -> None:
+    call = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": 'a "b"'}}
+    messages = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c1", "content": "done"}]  # fmt: skip
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}={{ c.function.arguments | tojson }}{% endfor %}{{ m.content or '' }}{% endfor %}"
+    )
+    body = {"messages": messages, "tools": [PATCH], "chat_template": template}
+    prompt = http.post("/tokenize", json=body).json()["prompt"]
+    assert 'patch={"input": "a \\"b\\""}' in prompt
+    shown = json.loads(prompt.partition(ASK[0]["content"])[0])
+    assert shown[0]["function"]["name"] == "patch" and "input" in shown[0]["function"]["parameters"]["properties"]
+
+
+@pytest.mark.parametrize("kind", ["web_search", "web_search_preview", "code_interpreter"])
+def test_tools_that_only_another_service_can_run_are_left_out_of_chats(http: httpx.Client, kind: str) -> None:
+    body = {"messages": ASK, "max_tokens": 2, "temperature": 0}
+    other = {"type": kind, "web_search": {"enable": True}}
+    plain = http.post(CHAT, json=body).json()["choices"][0]["message"]
+    answer = http.post(CHAT, json={**body, "tools": [other], "tool_choice": "auto"})
+    assert answer.status_code == 200 and answer.json()["choices"][0]["message"] == plain
+    shown = [
+        http.post("/tokenize", json={"messages": ASK, "tools": tools}).json() for tools in (TOOLS, [other, *TOOLS])
+    ]
+    assert shown[0] == shown[1]

@@ -7,8 +7,6 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from pydantic_core import from_json
-
 from octavo.server.api_errors import ApiError
 from octavo.server.chat_output import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
 from octavo.server.logprobs import TextLogprobs, Token
@@ -29,6 +27,7 @@ from octavo.server.responses.response_protocol import (
     ResponseUsage,
 )
 from octavo.server.responses.response_tools import ToolOrigin
+from octavo.server.tools import custom_input
 
 #: HTTP status of an error -> its code in a response that failed.
 _CODES: dict[int, Any] = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -192,7 +191,7 @@ class GrowingResponse:
             whole: dict[str, Any] = {"name": item.name, "arguments": item.arguments}
             events.append(self._event("response.function_call_arguments.done", item, **whole))
         elif isinstance(item, CustomToolCallItem):
-            item.input = _custom_input(text)
+            item.input = custom_input(text)
             events.append(self._event("response.custom_tool_call_input.delta", item, delta=item.input))
             events.append(self._event("response.custom_tool_call_input.done", item, input=item.input))
         else:
@@ -222,15 +221,6 @@ class GrowingResponse:
     def _numbered(self, kind: str, **fields: Any) -> Event:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
-
-
-def _custom_input(arguments: str) -> str:
-    """The text that a call of a custom tool gives, whose arguments may end early."""
-    try:
-        value = from_json(arguments or "{}", allow_partial="trailing-strings")
-    except ValueError:
-        return arguments
-    return str(value["input"]) if isinstance(value, dict) and "input" in value else arguments
 
 
 def _plain(model: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from octavo.server.responses.response_parts import (
     ToolParam,
 )
 from octavo.server.service import Service
+from octavo.server.tools import custom_function
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,7 @@ def _flat(tools: Sequence[ToolParam]) -> Iterator[tuple[str, Any, str | None]]:
 def _function(tool: FunctionTool | CustomTool) -> dict[str, Any]:
     if isinstance(tool, FunctionTool):
         return {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-    description = tool.description or ""
-    if tool.format is not None and tool.format.get("type") == "grammar":
-        description += f"\nThe input follows this {tool.format.get('syntax')} grammar:\n{tool.format.get('definition')}"
-    return {"description": description.strip() or None, "parameters": {**schema, "additionalProperties": False}}
+    return custom_function(tool.description, tool.format)
 
 
 def _named(choice: NamedTool, origins: Mapping[str, ToolOrigin]) -> str:
