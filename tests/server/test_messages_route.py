@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -13,6 +14,7 @@ from pydantic import TypeAdapter
 
 from octavo.server.field_marks import Hint, marks_of
 from octavo.server.messages.message_protocol import CountTokensRequest, MessagesRequest
+from octavo.server.messages.message_request import chat_body
 from tests.server.beside_chats import chat_text, named_events
 from tests.server.running_server import Running
 
@@ -226,6 +228,12 @@ def blocks(role: str, *content: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": "a", "name": "Ann"}]}, ["messages[0].name"]),
         (blocks("user", {"type": "image", "source": {}}), ["messages[1].content[0]", "image"]),
         (blocks("user", {"type": "document", "source": {}}), ["document"]),
+        (blocks("user", {"type": "document", "source": {"type": "text"}}), ["messages[1].content[0].source.data"]),
+        (blocks("user", {"type": "document", "source": {
+            "type": "base64", "media_type": "application/pdf", "data": "AA=="}}), ["content[0].source", "base64"]),
+        (blocks("user", {"type": "document", "source": {"type": "text", "data": "a"}, "citations": {"enabled": True}}),
+         ["content[0].citations"]),
+        (blocks("assistant", {"type": "web_search_tool_result", "tool_use_id": "a", "content": []}), ["tool_use 'a'"]),
         (blocks("user", {"type": "tool_use", "id": "a", "name": "f", "input": {}}), ["tool_use"]),
         (blocks("user", {"type": "tool_result", "tool_use_id": "a", "content": "1"}), ["no tool_use 'a'"]),
         (blocks("user", {"type": "text", "text": "a", "tone": "loud"}), ["messages[1].content[0].tone"]),
@@ -275,3 +283,56 @@ def test_a_client_that_leaves_ends_its_message(tiny_server: Running) -> None:
     with tiny_server.http() as http, http.stream("POST", ROUTE, json=body) as answer:
         next(answer.iter_text())
     tiny_server.wait_until_idle()
+
+
+def test_documents_of_plain_text_are_read(http: httpx.Client) -> None:
+    text = {"type": "text", "media_type": "text/plain", "data": "The sky is green."}
+    inner = {"type": "content", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]}
+    content = [
+        {"type": "document", "source": text, "title": "Sky", "context": "a report", "citations": {"enabled": False}},
+        {"type": "document", "source": inner, "cache_control": {"type": "ephemeral"}},
+        {"type": "search_result", "source": "https://a.example", "title": "A", "content": inner["content"][:1]},
+        {"type": "text", "text": "What is green?"},
+    ]
+    [message] = messages_of([{"role": "user", "content": content}])
+    said = "\n".join(part["text"] for part in message["content"])
+    assert "<document>\n<title>Sky</title>\n<context>a report</context>\nThe sky is green.\n</document>" in said
+    words = ["One", "two", "https://a.example", "What is green?"]
+    assert [said.index(word) for word in words] == sorted(said.index(word) for word in words)
+    assert said.count("<document>") == said.count("</document>") == 3
+    # And where a tool has given one.
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "document", "source": text}]}
+    given = [*HI, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    assert "The sky is green." in str(messages_of(given)[-1]["content"])
+    assert create(http, messages=given)["type"] == "message"
+
+
+def test_searches_of_another_service_are_calls_of_an_earlier_turn(http: httpx.Client) -> None:
+    page = {"type": "web_search_result", "title": "Rhine", "url": "https://r.example", "page_age": "1 day",
+            "encrypted_content": "x"}  # fmt: skip
+    found: Any
+    for found, words in (([page], "Rhine: https://r.example (1 day)"), (
+        {"type": "web_search_tool_result_error", "error_code": "unavailable"}, "Error: unavailable")):  # fmt: skip
+        said = [
+            {"type": "text", "text": "I look."},
+            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "rivers"}},
+            {"type": "web_search_tool_result", "tool_use_id": "s", "content": found},
+            {"type": "text", "text": "The Rhine.", "citations": [{"type": "web_search_result_location"}]},
+        ]
+        given = [*HI, {"role": "assistant", "content": said}, *HI]
+        _, call, result, answer, _ = messages_of(given)
+        assert call["content"][0]["text"] == "I look." and answer["content"][0]["text"] == "The Rhine."
+        assert call["tool_calls"][0]["function"] == {"name": "web_search", "arguments": '{"query": "rivers"}'}
+        assert (result["role"], result["tool_call_id"], result["content"][0]["text"]) == ("tool", "s", words)
+        assert create(http, messages=given)["type"] == "message"
+
+
+def messages_of(messages: list[Any]) -> list[dict[str, Any]]:
+    """The chat's messages of a request."""
+    body = MessagesRequest.model_validate(
+        {"model": "tiny", "max_tokens": 2, "messages": messages}, context={"sees_images": False}
+    )
+    service: Any = SimpleNamespace()  # of which messages need nothing
+    chat: list[dict[str, Any]] = chat_body(service, body)["messages"]
+    return chat

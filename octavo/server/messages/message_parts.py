@@ -40,6 +40,52 @@ class ImageBlockParam(RequestModel):
     cache_control: Any = hint(_CACHE)
 
 
+def _is_readable(kind: str | None) -> str | None:
+    if kind not in ("text", "content"):
+        message = ": of documents, text and content are read, not {kind}"
+        raise PydanticCustomError(REFUSED, message, {"kind": repr(kind)})
+    return kind
+
+
+def _is_named(name: str | None) -> str | None:
+    if name is None:
+        raise PydanticCustomError("missing_name", "a server_tool_use has a name")
+    return name
+
+
+class DocumentSource(RequestModel):
+    """A document: a plain text, or blocks. The model reads no PDF, and nothing is fetched."""
+
+    type: Annotated[str | None, AfterValidator(_is_readable), Field(validate_default=True)] = None
+    media_type: Literal["text/plain"] | None = None
+    data: str | None = Field(None, description="Of text: the text.")
+    content: str | list[Annotated[TextBlockParam | ImageBlockParam, Field(discriminator="type")]] | None = Field(
+        None, description="Of content: a text, or blocks."
+    )
+
+
+class DocumentBlockParam(RequestModel):
+    """A document of plain text, which the model reads as text."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+    citations: Any = refused("the model does not cite", {"enabled": False})
+    cache_control: Any = hint(_CACHE)
+
+
+class SearchResultParam(RequestModel):
+    """A result of the client's search, which the model reads as text."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: list[TextBlockParam]
+    citations: Any = refused("the model does not cite", {"enabled": False})
+    cache_control: Any = hint(_CACHE)
+
+
 class ToolUseParam(RequestModel):
     """A use of a tool."""
 
@@ -51,14 +97,55 @@ class ToolUseParam(RequestModel):
     caller: Any = refused(_BY_THE_MODEL, {"type": "direct"})
 
 
+ContentBlock = TextBlockParam | ImageBlockParam | DocumentBlockParam | SearchResultParam
+
+
 class ToolResultParam(RequestModel):
     """The result of a use of a tool."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Annotated[TextBlockParam | ImageBlockParam, Field(discriminator="type")]] | None = None
+    content: str | list[Annotated[ContentBlock, Field(discriminator="type")]] | None = None
     is_error: bool | None = None
     cache_control: Any = hint(_CACHE)
+
+
+class ServerToolUseParam(RequestModel):
+    """A use of a tool that another service ran, in an earlier answer."""
+
+    type: Literal["server_tool_use"]
+    id: str
+    name: Annotated[str | None, AfterValidator(_is_named), Field(validate_default=True)] = None
+    input: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
+    cache_control: Any = hint(_CACHE)
+    caller: Any = hint("the model has its result")
+
+
+class WebSearchResult(RequestModel):
+    """A page that a search found; what stands there is encrypted."""
+
+    type: Literal["web_search_result"]
+    title: str
+    url: str
+    page_age: str | None = None
+    encrypted_content: Any = hint("only the service that wrote it can read it")
+
+
+class WebSearchError(RequestModel):
+    """A search that failed."""
+
+    type: Literal["web_search_tool_result_error"]
+    error_code: str
+
+
+class WebSearchResultParam(RequestModel):
+    """What a search of another service gave, in an earlier answer; the model reads titles and addresses."""
+
+    type: Literal["web_search_tool_result"]
+    tool_use_id: str
+    content: list[WebSearchResult] | WebSearchError
+    cache_control: Any = hint(_CACHE)
+    caller: Any = hint("the model has its result")
 
 
 class ThinkingParam(RequestModel):
@@ -73,14 +160,17 @@ class UserMessage(RequestModel):
     """A message of the user."""
 
     role: Literal["user"]
-    content: str | list[Annotated[TextBlockParam | ImageBlockParam | ToolResultParam, Field(discriminator="type")]]
+    content: str | list[Annotated[ContentBlock | ToolResultParam, Field(discriminator="type")]]
+
+
+AssistantBlock = TextBlockParam | ToolUseParam | ThinkingParam | ServerToolUseParam | WebSearchResultParam
 
 
 class AssistantMessage(RequestModel):
     """A message of the assistant."""
 
     role: Literal["assistant"]
-    content: str | list[Annotated[TextBlockParam | ToolUseParam | ThinkingParam, Field(discriminator="type")]]
+    content: str | list[Annotated[AssistantBlock, Field(discriminator="type")]]
 
 
 class SystemMessage(RequestModel):

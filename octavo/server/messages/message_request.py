@@ -12,10 +12,16 @@ from octavo.server.api_errors import wrong
 from octavo.server.message_fields import THINKING_VARIABLES
 from octavo.server.messages.message_parts import (
     ClientTool,
+    ContentBlock,
+    DocumentBlockParam,
     ImageBlockParam,
+    SearchResultParam,
+    ServerToolUseParam,
     TextBlockParam,
     ToolResultParam,
     ToolUseParam,
+    WebSearchError,
+    WebSearchResultParam,
 )
 from octavo.server.messages.message_protocol import CountTokensRequest, MessagesRequest
 from octavo.server.sampling_fields import SamplingFields
@@ -67,13 +73,13 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
         if not blocks:
             messages.append({"role": message.role, "content": ""})
         for k, block in enumerate(blocks):
-            if isinstance(block, ToolResultParam):
+            if isinstance(block, ToolResultParam | WebSearchResultParam):
                 messages.append(_tool_result(block, used, f"messages[{i}].content[{k}]"))
                 continue
             turn = _turn(messages, message.role)
-            if isinstance(block, TextBlockParam | ImageBlockParam):
-                turn["content"].append(_part(block, f"messages[{i}].content[{k}]"))
-            elif isinstance(block, ToolUseParam):
+            if isinstance(block, ContentBlock):
+                turn["content"] += _parts(block, f"messages[{i}].content[{k}]")
+            elif isinstance(block, ToolUseParam | ServerToolUseParam):
                 used.add(block.id)
                 function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
                 turn.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
@@ -89,14 +95,16 @@ def _turn(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
     return messages[-1]
 
 
-def _tool_result(block: ToolResultParam, used: set[str], where: str) -> dict[str, Any]:
+def _tool_result(block: ToolResultParam | WebSearchResultParam, used: set[str], where: str) -> dict[str, Any]:
     if block.tool_use_id not in used:
         raise wrong(f"{where}.tool_use_id", f"there is no tool_use {block.tool_use_id[:100]!r} before it")
+    if isinstance(block, WebSearchResultParam):
+        return {"role": "tool", "tool_call_id": block.tool_use_id, "content": _texts(_found(block))}
     blocks = [] if block.content is None else block.content
     content = (
         _texts(blocks)
         if isinstance(blocks, str)
-        else [_part(part, f"{where}.content[{k}]") for k, part in enumerate(blocks)]
+        else [piece for k, part in enumerate(blocks) for piece in _parts(part, f"{where}.content[{k}]")]
     )
     if block.is_error:
         # A chat has no other place for it.
@@ -104,6 +112,43 @@ def _tool_result(block: ToolResultParam, used: set[str], where: str) -> dict[str
         error = f"Error: {content[0]['text'] if has_text else ''}"
         content = [{"type": "text", "text": error}, *content[1 if has_text else 0 :]]
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _found(block: WebSearchResultParam) -> str:
+    """What a search found, as far as it can be read."""
+    if isinstance(block.content, WebSearchError):
+        return f"Error: {block.content.error_code}"
+    ages = [f" ({page.page_age})" if page.page_age else "" for page in block.content]
+    return "\n".join(f"{page.title}: {page.url}{age}" for page, age in zip(block.content, ages, strict=True))
+
+
+def _parts(block: ContentBlock, where: str) -> list[dict[str, Any]]:
+    """A block as parts of a chat's message: documents as texts between marks, as Anthropic's guide writes them."""
+    if isinstance(block, TextBlockParam | ImageBlockParam):
+        return [_part(block, where)]
+    header: dict[str, str | None]
+    if isinstance(block, SearchResultParam):
+        header = {"source": block.source, "title": block.title}
+        inner = [{"type": "text", "text": part.text} for part in block.content]
+    else:
+        header, inner = {"title": block.title, "context": block.context}, _document(block, f"{where}.source")
+    head = "".join(f"<{name}>{text}</{name}>\n" for name, text in header.items() if text)
+    if len(inner) == 1 and inner[0]["type"] == "text":  # one part: no template writes anything between the lines
+        inner = [{"type": "text", "text": f"<document>\n{head}{inner[0]['text']}\n</document>"}]
+    else:
+        inner = [{"type": "text", "text": f"<document>\n{head}"}, *inner, {"type": "text", "text": "\n</document>"}]
+    return inner
+
+
+def _document(block: DocumentBlockParam, where: str) -> list[dict[str, Any]]:
+    """What a document holds."""
+    source = block.source
+    name = "data" if source.type == "text" else "content"
+    if (value := getattr(source, name)) is None:
+        raise wrong(f"{where}.{name}", f"it is missing, for a source of type {source.type!r}")
+    if isinstance(value, str):
+        return _texts(value)
+    return [_part(part, f"{where}.content[{k}]") for k, part in enumerate(value)]
 
 
 def _part(block: TextBlockParam | ImageBlockParam, where: str) -> dict[str, Any]:
