@@ -30,8 +30,10 @@ Message = dict[str, Any]
 IMAGE = "\ufdd0image\ufdd1"
 #: A template that writes images names the type of such parts.
 _WRITES_IMAGES = re.compile(r"""['"]image['"]""")
-#: Roles that every template is expected to know, or to drop on purpose. ``developer`` is none: few templates have it.
-_USUAL_ROLES = frozenset({"system", "user", "assistant", "tool"})
+#: Roles whose messages a template may leave out on purpose. Few know ``developer``, and none leaves it out on purpose.
+_MAY_BE_LEFT_OUT = frozenset({"system", "assistant", "tool"})
+#: Roles of the API, which a template need not write: what it writes of them may differ by their place alone.
+_KNOWN_ROLES = _MAY_BE_LEFT_OUT | {"user", "developer"}
 
 _MARK = re.compile(r"qz(\d+)q")
 #: A part of a content, or a mapping of arguments, written by Python's repr.
@@ -173,7 +175,7 @@ def _refuse_lost(template: str, messages: Sequence[Message], losses: _Losses) ->
     for index in losses.texts:
         message = messages[index]
         role = str(dict.get(message, "role"))
-        if (role == "user" or role not in _USUAL_ROLES) and flat_text(dict.get(message, "content")).strip():
+        if role not in _MAY_BE_LEFT_OUT and flat_text(dict.get(message, "content")).strip():
             raise InvalidRequestError(
                 f"messages[{index}].content: the chat template writes no message of the role {role[:100]!r} here"
             )
@@ -316,7 +318,7 @@ def _mark(messages: Sequence[Message], template: str, continues: bool) -> _Marke
     marked = _Marked([])
     for index, message in enumerate(messages):
         copy = _copied(message)
-        if copy["role"] not in _USUAL_ROLES and not names_role(template, copy["role"]):
+        if copy["role"] not in _KNOWN_ROLES and not names_role(template, copy["role"]):
             marked.role_marks[index] = marked.mark(marked.roles, index)
         content = copy.get("content")
         if isinstance(content, str) and (content.strip() or (continues and index == len(messages) - 1)):

@@ -362,10 +362,16 @@ def test_a_users_message_that_is_written_in_no_form_is_refused_with_its_place() 
 
 
 @pytest.mark.parametrize("name", ["only users and assistants, others lost", "asks for none"])
-@pytest.mark.parametrize("role", ["developer", "critic"])
-def test_a_role_that_a_template_neither_names_nor_writes_is_refused(name: str, role: str) -> None:
-    with pytest.raises(InvalidRequestError, match=rf"messages\[0\]\.role.*{role}"):
+@pytest.mark.parametrize(("role", "field"), [("developer", "content"), ("critic", "role")])
+def test_a_role_that_a_template_does_not_know_is_refused(name: str, role: str, field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"messages\[0\]\.{field}.*{role}"):
         rendered(name, {"role": role, "content": "x"}, USER)
+    text = "{% for m in messages %}{{ 'A' if m.role == 'assistant' else 'U' }}{{ m.content }}{% endfor %}"
+    if role == "developer":
+        assert rendered(text, {"role": role, "content": "x"}, USER).startswith("Ux")
+    else:
+        with pytest.raises(InvalidRequestError, match=rf"messages\[0\]\.role.*{role}"):
+            rendered(text, {"role": role, "content": "x"}, USER)
 
 
 def test_null_reaches_a_template_that_asks_for_it() -> None:
