@@ -54,10 +54,11 @@ keys of a line of JSON input; fields of a request over HTTP, with the defaults o
 `max_tokens` has none).
 `logits_processors` (a list of callables) exists in Python only.
 
-A model's `generation_config.json` may set `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` and
-`max_new_tokens` (here `max_tokens`). Its values come before all defaults of this table: for a call of `LLM.generate` or
-`LLM.chat` without `SamplingParams`, for flags and for fields of a request that are left out. `SamplingParams` that are
-given are never changed. The engine option `generation_config` names another folder, or `none`.
+A model's `generation_config.json` (of a GGUF file its keys `general.sampling.*`, of a built-in model its authors) may
+set `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` and `max_new_tokens` (here `max_tokens`);
+`octavo info MODEL` shows which apply. Its values come before all defaults of this table: for a call of `LLM.generate`
+or `LLM.chat` without `SamplingParams`, for flags and for fields of a request that are left out. `SamplingParams` that
+are given are never changed. The engine option `generation_config` names another folder, or `none`.
 
 | parameter | default | `generate` | `chat` | what it does |
 | --- | --- | --- | --- | --- |

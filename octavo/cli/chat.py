@@ -7,7 +7,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from octavo.cli.chat_commands import LEAVE_OUT, completions, help_text, run_command
+from octavo.cli.chat_commands import LEAVE_OUT, completions, help_text, run_command, settings_text
 from octavo.cli.chat_conversation import Conversation
 from octavo.cli.chat_display import MarkdownDisplay, choose_display
 from octavo.cli.chat_history import HistoryFile, default_path
@@ -26,14 +26,15 @@ from octavo.cli.sampling_flags import add_sampling_flags, read_sampling_params
 from octavo.cli.terminal_text import is_smart_terminal, notice
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, InvalidRequestError
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from octavo.loader.builtin import BUILTIN
 
 if TYPE_CHECKING:
     from octavo.engine.model_files import ModelFiles
 
-#: No limit but the context length; less random than the full distribution of a small model.
-DEFAULTS = {"max_tokens": None, "temperature": 0.7, "top_p": 0.95}
+#: Where the model has no defaults of its own: less random than the full distribution of a small model, and an end to
+#: answers that would repeat themselves up to the end of the context, with room for some reasoning.
+DEFAULTS = {"max_tokens": DefaultMaxTokens(2048), "temperature": 0.7, "top_p": 0.95}
 
 EXAMPLE = """\
 examples:
@@ -105,7 +106,8 @@ def _import_beside(module: str, after: float = 0.0) -> None:
 def talk(conversation: Conversation, history: HistoryFile | None) -> None:
     """Answers what is typed or piped, up to its end or ``/exit``."""
     if sys.stdin.isatty():
-        notice(f"{conversation.model}: type a question; /help shows commands")
+        notice(f"{conversation.model}: {settings_text(conversation.params)}")
+        notice("type a question; /help shows commands")
         if isinstance(conversation.display, MarkdownDisplay):
             _import_beside("octavo.cli.chat_markdown", after=0.3)  # while the first question is typed
     for typed in typed_messages(history, completions):

@@ -20,7 +20,7 @@ from octavo.cli.sampling_flags import read_value
 from octavo.cli.terminal_text import notice
 from octavo.core.errors import InvalidRequestError, OctavoError
 from octavo.core.near_names import did_you_mean
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 
 #: Parameters that have no meaning for one answer shown as text.
 LEAVE_OUT = ("n", "best_of", "logprobs", "logprob_token_ids", "prompt_logprobs", "detokenize")
@@ -129,11 +129,16 @@ def _show(conversation: Conversation, rest: str) -> None:
         "system": conversation.system or "none",
         "turns": f"{turns}"
         + (f"; images for the next question: {len(conversation.images)}" if conversation.images else ""),
-        "settings": ", ".join(f"{name} {_written(value)}" for name, value in _changed(conversation.params)),
+        "settings": settings_text(conversation.params),
         "last answer": str(last) if last else "none",
         "in all": summary(conversation.times),
     }
     notice("\n".join(f"{name:<13}{value}" for name, value in rows.items()))
+
+
+def settings_text(params: SamplingParams) -> str:
+    """The settings in effect, as in ``temperature 0.7, max_tokens 2048``; neutral ones are left out."""
+    return ", ".join(f"{name} {_written(value)}" for name, value in _changed(params))
 
 
 def _changed(params: SamplingParams) -> list[tuple[str, Any]]:
@@ -144,6 +149,8 @@ def _changed(params: SamplingParams) -> list[tuple[str, Any]]:
 
 
 def _written(value: Any) -> str:
+    if isinstance(value, DefaultMaxTokens):
+        return str(value)
     return "none" if value is None else msgspec.json.encode(value).decode()
 
 

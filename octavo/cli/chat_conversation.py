@@ -17,12 +17,12 @@ from octavo.cli.terminal_text import notice
 from octavo.core.adapters import LoRARequest
 from octavo.core.errors import InvalidRequestError
 from octavo.core.prompts import TokensPrompt
-from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+from octavo.core.sampling_params import DefaultMaxTokens, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import LLMEngine
 
-#: Tokens of the context kept free for an answer where ``max_tokens`` names no length; a quarter of it if that is less.
+#: Tokens of the context kept free for an answer where nobody has named ``max_tokens``; a quarter of it if that is less.
 ANSWER_ROOM = 256
 
 Message = dict[str, Any]
@@ -153,6 +153,8 @@ class Conversation:
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         if reason == "length" and (limit is None or limit > room):
             notice(f"octavo: the answer is cut: the context of {context} tokens is full")
+        elif reason == "length" and isinstance(limit, DefaultMaxTokens):
+            notice(f"octavo: the answer is cut at {limit} tokens (/set max_tokens none lifts this limit)")
         if self.show_times:
             notice(f"[{times}]")
         return True
@@ -162,7 +164,8 @@ class Conversation:
         from octavo.engine.chat_images import chat_prompt
 
         limit = self.params.max_tokens
-        room = min(ANSWER_ROOM, context // 4) if limit is None else min(limit, context // 2)
+        is_named = limit is not None and not isinstance(limit, DefaultMaxTokens)
+        room = min(limit or 0, context // 2) if is_named else min(ANSWER_ROOM, context // 4)
         first = self._first
         prompt = chat_prompt(self.engine.inputs, kept)
         dropped = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.config_sources import configured_model
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
+from octavo.core.sampling_params import describe_sampling, sampling_in_effect
 from octavo.loader.builtin import BUILTIN
 
 EXAMPLE = """\
@@ -236,8 +238,9 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
         "tasks": list(tasks),
         **_pooling_facts(config, tasks),
         **_image_facts(config, folder),
+        **_sampling_facts(options, folder, gguf, tasks),
         "checkpoint_dtype": config.checkpoint_dtype,
-        "quantization": None if config.quantization is None else config.quantization.name,
+        **_quantization_facts(config, gguf),
         "weight_bytes": sum(file.stat().st_size for file in files) or None,
         "parameters": num_parameters(network),
         "active_parameters": num_active_parameters(network),
@@ -259,6 +262,36 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
             for group in group_layers(network.kv_specs)
         ],
     }
+
+
+def _quantization_facts(config: ModelConfig, gguf: Path | None) -> dict[str, Any]:
+    """The format of the weights on disk; of a GGUF file also how many tensors have which type."""
+    if gguf is None:
+        return {"quantization": None if config.quantization is None else config.quantization.name}
+    from octavo.loader.gguf_file import GGUFFile
+
+    file = GGUFFile(gguf)
+    types = Counter(tensor.type.name for tensor in file.tensors.values())
+    return {"quantization": file.file_type, "tensor_types": dict(types.most_common())}
+
+
+def _sampling_facts(options: EngineConfig, folder: Path, gguf: Path | None, tasks: Sequence[str]) -> dict[str, Any]:
+    """Of a model that generates: what a request without parameters is sampled with, and who says so."""
+    if "generate" not in tasks:
+        return {}
+    from octavo.cli.chat import DEFAULTS
+    from octavo.models.config_files import default_sampling
+
+    own, source = default_sampling(options.generation_config, folder), options.generation_config
+    if not own:
+        named = f"the API; of octavo chat: {describe_sampling(DEFAULTS)}"
+    elif source != "auto":
+        named = str(Path(source) / "generation_config.json")
+    elif options.model in BUILTIN:
+        named = "the built-in model"
+    else:
+        named = "generation_config.json" if gguf is None else "the GGUF file"
+    return {"sampling_defaults": sampling_in_effect(own), "sampling_source": named}
 
 
 def _pooling_facts(config: ModelConfig, tasks: Sequence[str]) -> dict[str, Any]:
@@ -325,7 +358,7 @@ def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
 
 
 #: Facts of several numbers.
-_IN_ONE_LINE = ("memory_bytes", "cores")
+_IN_ONE_LINE = ("memory_bytes", "cores", "sampling_defaults", "tensor_types")
 
 
 def _values(name: str, label: str, value: Any) -> list[tuple[str, str]]:
@@ -344,6 +377,10 @@ def _values(name: str, label: str, value: Any) -> list[tuple[str, str]]:
         text = "-"
     elif name == "memory_bytes":
         text = ", ".join(f"{readable_size(number)} {kind}" for kind, number in value.items())
+    elif name == "sampling_defaults":
+        text = describe_sampling(value)
+    elif name == "tensor_types":
+        text = ", ".join(f"{number} {kind}" for kind, number in value.items())
     elif name == "cores":
         text = ", ".join(f"{number} {kind}" for kind, number in value.items() if number is not None)
     elif name.endswith("_bytes"):

@@ -105,7 +105,8 @@ class ModelOptions(OptionPart):
     generation_config: str = Field(
         "auto",
         description="Where defaults of sampling parameters come from that a request leaves out: generation_config.json "
-        "of the model (auto), of this folder, or nowhere (none).",
+        "of the model, the sampling keys of its GGUF file, or of a built-in model those of its authors (auto); "
+        "generation_config.json of this folder; or nowhere (none, in vLLM's words vllm).",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Seeds the requests that bring no seed of their own.")
 

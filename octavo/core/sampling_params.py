@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -50,6 +50,8 @@ MAX_CANDIDATES = 256
 MIN_TEMPERATURE = 1e-5
 #: How a worker's message begins where every token of the vocabulary is masked.
 NO_TOKEN_LEFT = "no token is left to choose"
+#: Fields that a model may have defaults of (``default_sampling``).
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
@@ -244,6 +246,21 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < MIN_TEMPERATURE
+
+
+def sampling_in_effect(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request without parameters is sampled with: the model's ``defaults``, else those of ``SamplingParams``.
+
+    ``max_tokens`` is among them only if the model has one: without it each surface has a limit of its own.
+    """
+    params = SamplingParams(**defaults)
+    values = {name: getattr(params, name) for name in MODEL_DEFAULTS if name != "max_tokens"}
+    return values | {name: int(value) for name, value in defaults.items() if name == "max_tokens"}
+
+
+def describe_sampling(values: Mapping[str, Any]) -> str:
+    """Parameters as text, such as ``temperature 0.2, top_p 0.9``."""
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 _FOREIGN_DEFAULTS = {

@@ -18,7 +18,13 @@ from octavo.core.prompts import FOREIGN_KEYS, PROMPT_KEYS, Prompt, SplitPrompt
 from octavo.core.reasoning import ReasoningMarks, ThinkingBudget
 from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
-from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams, excluding_fields, no_token_message
+from octavo.core.sampling_params import (
+    DefaultMaxTokens,
+    SamplingParams,
+    excluding_fields,
+    no_token_message,
+    sampling_in_effect,
+)
 from octavo.engine.encoder_prompts import EncoderPrompts
 from octavo.engine.find_tokenizer import NoTokenizer
 from octavo.engine.model_files import ModelFiles
@@ -184,6 +190,11 @@ class InputProcessor:
     def default_params(self) -> SamplingParams:
         """New parameters for a request that brings none: the model's own defaults, and for the rest those here."""
         return SamplingParams(**self.default_sampling)
+
+    @property
+    def sampling_in_effect(self) -> dict[str, Any]:
+        """What those parameters are, by name; see ``core.sampling_params.sampling_in_effect``."""
+        return sampling_in_effect(self.default_sampling)
 
     def _thinking_budget(
         self, params: SamplingParams | BeamSearchParams, marks: ReasoningMarks | None, text: str | None, ids: list[int]

@@ -95,8 +95,8 @@ class LLM(LLMEngine, PoolingCalls, TranscriptionCalls):
     def get_default_sampling_params(self) -> SamplingParams:
         """New parameters with the model's own defaults, which a call without ``sampling_params`` has.
 
-        They are those of the model's generation_config.json (option ``generation_config``), and for fields that it does
-        not set those of ``SamplingParams``.
+        They are those of the model's generation_config.json, GGUF file or, of a built-in model, its authors (option
+        ``generation_config``), and for fields that it does not set those of ``SamplingParams``.
         """
         return self.inputs.default_params()
 

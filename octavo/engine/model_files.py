@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, memory_errors
 from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.model_config import ModelConfig
+from octavo.core.sampling_params import describe_sampling
 from octavo.core.text_files import read_text
 from octavo.engine.chat_template import read_chat_template
 from octavo.engine.find_tokenizer import find_tokenizer
@@ -18,6 +20,8 @@ from octavo.engine.tokenizer import Tokenizer
 from octavo.loader.resolve import resolve_model
 from octavo.models.config_files import default_sampling
 from octavo.scheduler.policies import policy_class
+
+startup_logger = logging.getLogger("octavo.startup")
 
 
 @dataclass(frozen=True)
@@ -100,5 +104,7 @@ def find_model(options: EngineConfig, when_found: Callable[[Path], object] = lam
         weights=options.load_format != "dummy",
     )
     sampling = default_sampling(options.generation_config, folder)
+    if sampling:
+        startup_logger.info("sampling defaults of the model: %s", describe_sampling(sampling))
     when_found(folder)
     return FoundModel(options, folder, find_tokenizer(options, folder), sampling, prefixes)

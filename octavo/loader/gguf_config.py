@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.loader.gguf_file import GGUFFile
@@ -15,8 +18,10 @@ from octavo.loader.gguf_pooling import pooling_files
 from octavo.models.registry import model_type_of, unsupported
 
 
-def write_gguf_folder(path: Path, folder: Path) -> None:
+def write_gguf_folder(path: Path, folder: Path, sampling: Mapping[str, float] | None = None) -> None:
     """Writes config.json, generation_config.json and the tokenizer of a GGUF file into ``folder``, which exists.
+
+    ``sampling``: sampling parameters for generation_config.json, where the file has none of its own.
 
     Raises:
         WeightError: the file is damaged or incomplete.
@@ -28,7 +33,8 @@ def write_gguf_folder(path: Path, folder: Path) -> None:
     file = GGUFFile(path)
     config = model_config(Metadata(file))
     write_tokenizer(file, folder, config["vocab_size"])
-    files = {"config.json": config, "generation_config.json": generation_config(file), **pooling_files(file)}
+    generation = {**(sampling or {}), **generation_config(file)}
+    files = {"config.json": config, "generation_config.json": generation, **pooling_files(file)}
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
@@ -59,13 +65,40 @@ def model_config(metadata: Metadata) -> dict[str, Any]:
 
 
 def generation_config(file: GGUFFile) -> dict[str, Any]:
-    """The content of generation_config.json: the BOS token and all EOS tokens."""
+    """The content of generation_config.json: the BOS token, all EOS tokens and the file's sampling parameters."""
     ends = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
     for ours, theirs in (("bos", "bos"), ("pad", "padding")):
         if (token := file.metadata.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
             config[f"{ours}_token_id"] = token
-    return config
+    return config | _sampling(file)
+
+
+#: Keys below ``general.sampling`` -> names in generation_config.json. llama.cpp writes them; its keys for samplers that
+#: do not exist here (xtc, mirostat, their order) are not read.
+_SAMPLING_KEYS = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+#: Where llama.cpp takes any value up to the least, or from the most on, as that value: (least, most).
+_SAMPLING_RANGES = {"temp": (0.0, math.inf), "top_k": (0, math.inf), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
+
+
+def _sampling(file: GGUFFile) -> dict[str, float]:
+    """The sampling parameters of a GGUF file, by their names in generation_config.json."""
+    found: dict[str, float] = {}
+    for key, name in _SAMPLING_KEYS.items():
+        value = file.metadata.get(f"general.sampling.{key}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            continue  # no number: of no use, and no reason to refuse the model
+        least, most = _SAMPLING_RANGES.get(key, (-math.inf, math.inf))
+        value = min(max(value, least), most)
+        # The file has 0.95 as a float32, which is 0.949999988 as a float64.
+        found[name] = int(value) if key == "top_k" else float(str(np.float32(value)))
+    return found
 
 
 def _decoder(m: Metadata, *, partly_rotated: bool = False, **changes: Any) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.loader.gguf_parts import split_paths
@@ -36,6 +37,8 @@ _STRING, _ARRAY = 8, 9
 #: Longest text in bytes (chat templates and whole tokenizers are stored as texts).
 _MAX_TEXT = 64 << 20
 _MAX_DIMS = 4
+#: The file type of a file that does not say it.
+_GUESSED = LlamaFileType.GUESSED
 
 #: Tensor types that can be dequantized.
 SUPPORTED_TYPES = frozenset(
@@ -123,6 +126,18 @@ class GGUFFile:
         total = self.metadata.get("split.tensors.count", len(self.tensors))
         if total != len(self.tensors):
             raise WeightError(f"the parts of {path} hold {len(self.tensors)} tensors; they should hold {total}")
+
+    @property
+    def file_type(self) -> str:
+        """How the file is quantized, in llama.cpp's words (``Q4_K_M``); where it does not say, what most bytes are."""
+        kind = self.metadata.get("general.file_type")
+        named = next((each.name for each in LlamaFileType if each.value == kind and each is not _GUESSED), None)
+        if named is not None:
+            return named.removeprefix("MOSTLY_").removeprefix("ALL_")
+        bytes_of_type: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            bytes_of_type[tensor.type.name] += tensor.rows * tensor.row_bytes
+        return max(bytes_of_type, key=lambda name: bytes_of_type[name], default="none")
 
     def read_rows(self, tensor: GGUFTensor, rows: slice | None = None) -> np.ndarray:
         """Rows of a tensor, by default all, in the file's format: uint8 [rows, bytes of a row]."""

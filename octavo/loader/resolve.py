@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from octavo.core.model_config import CheckpointQuantization
 
 #: Incremented when other files are written for the same GGUF file, so that old ones are not used.
-FOLDER_VERSION = 4
+FOLDER_VERSION = 5
 #: Values of the option ``quantization`` that name the method of a checkpoint, as in other engines.
 CHECKPOINT_METHODS = ("awq", "compressed-tensors", "gptq")
 
@@ -54,7 +55,7 @@ def resolve_model(name: str, *, revision: str | None = None, progress: bool = Tr
         fetched = fetch_builtin(BUILTIN[name], progress=progress)
         if BUILTIN[name].transcribes:
             return ctranslate2_folder(fetched.parent, name)
-        return fetched.parent if BUILTIN[name].embeds else gguf_folder(fetched, name)
+        return fetched.parent if BUILTIN[name].embeds else gguf_folder(fetched, name, BUILTIN[name].sampling)
     if name in SHAPES:
         return shape_folder(name)
     if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
@@ -102,22 +103,27 @@ def weight_quantization(
     return None if gguf_source(options.model) is None else "gguf"
 
 
-def gguf_folder(path: Path, label: str | None = None) -> Path:
+def gguf_folder(path: Path, label: str | None = None, sampling: Mapping[str, float] | None = None) -> Path:
     """The folder with configuration and tokenizer of a GGUF file, which are written if they are not in the cache.
 
     The cache key is a fingerprint of the file's content, so a moved file is recognised.
+
+    Args:
+        path: of the file.
+        label: begins the folder's name; default: the file's name.
+        sampling: sampling parameters for generation_config.json where the file has none.
     """
     with path.open("rb") as f:
         magic = f.read(4)
     if magic != b"GGUF":
         raise ModelNotFoundError(f"{path} is a file but not a GGUF file; accepted: {_ACCEPTED}")
     safe = re.sub(r"[^\w.-]", "_", label or re.sub(r"-\d{5}-of-\d{5}$", "", path.stem))[:80]
-    target = cache_dir() / "models" / f"{safe}-{_fingerprint(path)}"
+    target = cache_dir() / "models" / f"{safe}-{_fingerprint(path, sampling)}"
 
     def fill(folder: Path) -> None:
         from octavo.loader.gguf_config import write_gguf_folder
 
-        write_gguf_folder(path, folder)
+        write_gguf_folder(path, folder, sampling)
 
     return publish(target, fill)
 
@@ -138,12 +144,13 @@ def ctranslate2_folder(path: Path, label: str | None = None) -> Path:
     return publish(target, fill)
 
 
-def _fingerprint(path: Path) -> str:
+def _fingerprint(path: Path, written: Mapping[str, float] | None = None) -> str:
     """A hash of size, modification time, and 4 KiB at 66 offsets of the file, or of each file of a split model.
 
     Hashing all of a large file would take longer than loading it. Files that agree in all of these count as equal.
+    ``written``: what else the folder is made of.
     """
-    digest = hashlib.sha256(str(FOLDER_VERSION).encode())
+    digest = hashlib.sha256(f"{FOLDER_VERSION}{sorted((written or {}).items()) or ''}".encode())
     for part in split_paths(path):
         if not part.is_file():  # named when the model is read
             continue

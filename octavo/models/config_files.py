@@ -10,7 +10,7 @@ from typing import Any
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.json_values import read_object
 from octavo.core.model_config import ModelConfig
-from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
+from octavo.core.sampling_params import MODEL_DEFAULTS, DefaultMaxTokens, SamplingParams
 from octavo.models.config_reader import ConfigReader
 from octavo.models.heads import with_head
 from octavo.models.pooling_files import read_pooler
@@ -19,9 +19,9 @@ from octavo.models.registry import architecture_of_type, find_base, network_clas
 
 _GENERATION_FILE = "generation_config.json"
 #: Fields of ``SamplingParams`` that generation_config.json may set, by their names there.
-_SAMPLING_FIELDS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} | {
-    "max_new_tokens": "max_tokens"
-}
+_SAMPLING_FIELDS = {name: name for name in MODEL_DEFAULTS if name != "max_tokens"} | {"max_new_tokens": "max_tokens"}
+#: Values of the option ``generation_config`` that read no file.
+_NO_FILE = ("none", "vllm")
 
 
 def read_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -65,17 +65,20 @@ def check_architecture(folder: Path) -> None:
 
 
 def default_sampling(source: str, folder: Path) -> dict[str, Any]:
-    """The fields of ``SamplingParams`` that a generation_config.json sets, by name.
+    """The model's own defaults of sampling: the fields of ``SamplingParams`` that a generation_config.json sets.
+
+    Every surface takes these before its own. The folders of GGUF files and built-in models have the file too
+    (``gguf_config``).
 
     Args:
-        source: the engine's option ``generation_config``: "auto" (the file of ``folder``, if there is one), "none", or
-            another folder, which must have the file.
+        source: the engine's option ``generation_config``: "auto" (the file of ``folder``, if there is one), "none" (or
+            "vllm", as vLLM calls its own defaults), or another folder, which must have the file.
         folder: of the model.
 
     Raises:
         ConfigError: the file is missing or no JSON object, or one of the fields has an impossible value.
     """
-    if source == "none":
+    if source in _NO_FILE:
         return {}
     file = (folder if source == "auto" else Path(source).expanduser()) / _GENERATION_FILE
     if not file.is_file():

@@ -101,4 +101,6 @@ def _model(service: Service, model: ServedModel) -> Model:
     )
     if "embed" in service.tasks:
         described.dimensions = service.llm.front_end.pooling.vector_size
+    if "generate" in service.tasks:
+        described.default_sampling_params = service.llm.inputs.sampling_in_effect
     return described

@@ -12,7 +12,9 @@ from octavo.server.protocol_base import Int, RequestModel, Seed
 class SamplingFields(RequestModel):
     """How the answer is sampled."""
 
-    temperature: float | None = Field(None, description="0 always takes the most likely token (default 1).")
+    temperature: float | None = Field(
+        None, description="0 always takes the most likely token (default: the model's, else 1)."
+    )
     top_p: float | None = Field(None, description="Keep the smallest set of tokens that reaches this probability.")
     top_k: Int | None = Field(None, description="Keep this many of the most likely tokens; 0 or -1 is off.")
     min_p: float | None = Field(None, description="Drop tokens below this share of the likeliest one's probability.")

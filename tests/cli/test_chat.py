@@ -12,7 +12,7 @@ from octavo.cli import chat
 from octavo.cli.chat_conversation import Conversation
 from octavo.cli.chat_history import HistoryFile, default_path
 from octavo.cli.chat_lines import Typed, read_messages
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from tests.cli.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -118,6 +118,8 @@ def test_an_answer_that_the_context_cuts_is_said_to_be_cut(capsys: Capture) -> N
     assert capsys.readouterr().err == "octavo: the answer is cut: the context of 100 tokens is full\n"
     converse(engine, max_tokens=6).ask("Well?")
     assert capsys.readouterr().err == "", "as long as was asked for"
+    converse(engine, max_tokens=DefaultMaxTokens(6)).ask("Well?")
+    assert "cut at 6 tokens" in capsys.readouterr().err, "a limit that nobody has named"
 
 
 def read(text: str) -> list[Typed]:

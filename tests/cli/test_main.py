@@ -339,6 +339,18 @@ def test_info_describes_a_model(octavo: Run, capsys: pytest.CaptureFixture[str],
     assert (model["vocab_size"], model["context_length"]) == (258, 256)
     assert model["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 4
     assert model["weight_bytes"] >= 258 * 32 * 4
+    assert model["sampling_defaults"]["temperature"] == 1.0 and model["quantization"] is None
+
+
+def test_info_tells_what_a_model_is_sampled_with_and_how_it_is_quantized(
+    octavo: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert octavo("info", "smollm2-135m", "--json", "-") == 0
+    model = json.loads(capsys.readouterr().out)["model"]
+    assert (model["quantization"], model["tensor_types"]["Q4_1"]) == ("Q4_1", 210)
+    assert (model["sampling_defaults"]["temperature"], model["sampling_defaults"]["top_p"]) == (0.2, 0.9)
+    assert octavo("info", "smollm2-135m", "--json", "-", "--generation-config", "none") == 0
+    assert json.loads(capsys.readouterr().out)["model"]["sampling_defaults"]["temperature"] == 1.0
 
 
 def test_info_is_aligned_and_names_no_size_of_files_that_are_not_there(

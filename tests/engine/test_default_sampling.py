@@ -46,6 +46,12 @@ def test_a_call_without_parameters_has_the_models_defaults(own_defaults: Path) -
     assert llm.get_default_sampling_params().max_tokens == 5
 
 
+def test_the_demo_model_answers_a_simple_question_without_parameters() -> None:
+    llm = LLM("smollm2-135m", num_gpu_blocks_override=200)
+    answers = llm.chat(["What is the capital of France?"] * 20, use_tqdm=False)
+    assert all("Paris" in answer.outputs[0].text for answer in answers)
+
+
 def test_the_models_defaults_can_be_turned_off_or_come_from_another_folder(
     tiny_model: Path, own_defaults: Path, tmp_path: Path
 ) -> None:

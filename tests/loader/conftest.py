@@ -193,16 +193,16 @@ def tiny_llama() -> Callable[..., Path]:
             "attention.head_count": heads,
             "attention.head_count_kv": kv,
         }
-        extra = {k.removeprefix("llama."): v for k, v in (keys or {}).items() if k.startswith("llama.")}
-        for key, value in (numbers | extra).items():
+        extra = {k: v for k, v in (keys or {}).items() if k != "general.architecture"}
+        for key, value in ({f"llama.{k}": v for k, v in numbers.items()} | extra).items():
             if isinstance(value, float):
-                writer.add_float32(f"llama.{key}", value)
+                writer.add_float32(key, value)
             elif isinstance(value, str):
-                writer.add_string(f"llama.{key}", value)
+                writer.add_string(key, value)
             elif isinstance(value, list):
-                writer.add_array(f"llama.{key}", value)
+                writer.add_array(key, value)
             elif value is not None:
-                writer.add_uint32(f"llama.{key}", value)
+                (writer.add_int32 if value < 0 else writer.add_uint32)(key, value)
         writer.add_layer_norm_rms_eps(1e-5)
         vocab = add_tokenizer(writer, pre, **tokenizer)
         shapes = {

@@ -16,10 +16,18 @@ from typing import Any
 import pytest
 
 from octavo.core.errors import DownloadError
+from octavo.core.sampling_params import SamplingParams
 from octavo.loader.builtin import BUILTIN, BuiltinModel, Wheel, fetch_builtin
 from tests.busy_machine import PATIENCE
 
 CONTENT = bytes(range(256)) * 400
+
+
+def test_the_sampling_of_a_built_in_model_is_valid() -> None:
+    assert {"temperature": 0.2, "top_p": 0.9}.items() <= BUILTIN["smollm2-135m"].sampling.items()
+    for model in BUILTIN.values():
+        params = SamplingParams(**dict[str, Any](model.sampling))
+        assert {name: getattr(params, name) for name in model.sampling} == model.sampling
 
 
 def make_wheel(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import transformers
 from gguf import GGMLQuantizationType as Q
 
 from octavo.core.errors import OctavoError, TokenizerError, UnsupportedModelError, WeightError
+from octavo.loader.gguf_config import write_gguf_folder
+from octavo.loader.gguf_file import GGUFFile
 from octavo.loader.gguf_metadata import llama3_parameters
-from octavo.models.config_files import read_model_config
+from octavo.models.config_files import default_sampling, read_model_config
 from tests.loader.conftest import tensors_of, values_of, write_folder
 from tests.torch_types import engine_dtype
 
@@ -213,6 +216,36 @@ def test_generation_config_names_every_token_that_ends_an_answer(tmp_path: Path,
     export_gguf(hf_model("llama"), tmp_path / "m.gguf", "llama", edit=lambda w: w.add_eot_token_id(5))
     content = json.loads((write_folder(tmp_path / "m.gguf") / "generation_config.json").read_text())
     assert content == {"bos_token_id": 0, "eos_token_id": [1, 5]}
+
+
+def test_generation_config_has_the_sampling_keys_of_the_file(tmp_path: Path, tiny_llama: Any) -> None:
+    own = {"temp": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "penalty_repeat": 1.1}
+    others = {"mirostat": 2, "xtc_probability": 0.5, "sequence": "penalties;top_k", "penalty_last_n": 64}
+    keys = {f"general.sampling.{name}": value for name, value in (own | others).items()}
+    folder = write_folder(tiny_llama(tmp_path / "m.gguf", keys=keys))
+    expected = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    assert default_sampling("auto", folder) == expected
+    assert default_sampling("none", folder) == {}
+
+
+def test_sampling_keys_mean_what_they_mean_in_llama_cpp(tmp_path: Path, tiny_llama: Any) -> None:
+    keys = {"temp": -1.0, "top_p": 1.5, "top_k": -5, "min_p": math.nan, "penalty_repeat": "high"}
+    folder = write_folder(tiny_llama(tmp_path / "m.gguf", keys={f"general.sampling.{k}": v for k, v in keys.items()}))
+    assert default_sampling("auto", folder) == {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+
+
+def test_a_built_in_models_sampling_is_for_what_its_file_does_not_set(tmp_path: Path, tiny_llama: Any) -> None:
+    path = tiny_llama(tmp_path / "m.gguf", keys={"general.sampling.temp": 0.6})
+    folder = tmp_path / "m"
+    folder.mkdir()
+    write_gguf_folder(path, folder, {"temperature": 0.2, "top_p": 0.9})
+    assert default_sampling("auto", folder) == {"temperature": 0.6, "top_p": 0.9}
+
+
+def test_the_file_type_is_told(tmp_path: Path, tiny_llama: Any) -> None:
+    path = tiny_llama(tmp_path / "named.gguf", keys={"general.file_type": gguf.LlamaFileType.MOSTLY_Q4_K_M.value})
+    assert GGUFFile(path).file_type == "Q4_K_M"
+    assert GGUFFile(tiny_llama(tmp_path / "unknown.gguf", keys={"general.file_type": 999})).file_type == "F32"
 
 
 @pytest.mark.parametrize(

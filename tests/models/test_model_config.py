@@ -253,7 +253,7 @@ def test_sampling_defaults_are_those_of_generation_config(tmp_path: Path) -> Non
     other = {"max_new_tokens": 99, "eos_token_id": [1, 2], "do_sample": True, "transformers_version": "5.0"}
     folder = sampling_file(tmp_path / "model", content | other)
     assert default_sampling("auto", folder) == content | {"max_tokens": 99}
-    assert default_sampling("none", folder) == {}
+    assert default_sampling("none", folder) == default_sampling("vllm", folder) == {}
     own = sampling_file(tmp_path / "own", {"temperature": 0.1, "top_p": None})
     assert default_sampling(str(own), folder) == {"temperature": 0.1}
     assert default_sampling("auto", tmp_path) == {}
@@ -264,7 +264,7 @@ def test_sampling_defaults_are_those_of_generation_config(tmp_path: Path) -> Non
     [
         ("auto", {"temperature": -1}, r"generation_config.json: temperature must be at least 0, not -1; .*='none'"),
         ("auto", {"top_k": "many"}, r"generation_config.json: top_k must be an integer, not 'many'"),
-        ("vllm", {}, r"generation_config='vllm': there is no vllm/generation_config.json; .*auto.*none"),
+        ("other", {}, r"generation_config='other': there is no other/generation_config.json; .*auto.*none"),
     ],
 )
 def test_wrong_sampling_defaults_are_refused(tmp_path: Path, source: str, content: dict[str, Any], words: str) -> None:

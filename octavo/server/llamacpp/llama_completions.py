@@ -82,7 +82,7 @@ async def _respond(request: Request, body: LlamaFields, prompt: dict[str, Any], 
         model,
         prompts,
         prefix="cmpl",
-        max_tokens=completion.max_tokens,
+        max_tokens=service.default_max_tokens(None) if body.n_predict is None else completion.max_tokens,
         logprobs=completion.logprobs,
         prompt_logprobs=None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from starlette.requests import Request
 
@@ -10,7 +11,7 @@ from octavo import __version__
 from octavo.server.llamacpp.llama_completions import complete, infill
 from octavo.server.llamacpp.llama_protocol import AppliedTemplate, ApplyTemplateRequest, LlamaCompletion, Props, Slot
 from octavo.server.prompt_fields import write_conversation
-from octavo.server.service import service_of
+from octavo.server.service import Service, service_of
 
 
 def add_llama_routes(add: Callable[..., None]) -> None:
@@ -35,7 +36,7 @@ async def props(request: Request) -> Props:
     service = service_of(request)
     tokenizer, name = service.llm.tokenizer, service.model_names[0]
     return Props(
-        default_generation_settings={"n_ctx": service.llm.max_model_len, "params": service.llm.inputs.default_sampling},
+        default_generation_settings={"n_ctx": service.llm.max_model_len, "params": default_params(service)},
         total_slots=service.llm.config.max_num_seqs,
         model_path=service.shown_path(name),
         model_alias=name,
@@ -45,6 +46,16 @@ async def props(request: Request) -> Props:
         modalities={"vision": False, "audio": False},
         build_info=f"octavo-{__version__}",
     )
+
+
+def default_params(service: Service) -> dict[str, Any]:
+    """What a request without parameters is sampled with, under the names of both APIs where they differ."""
+    values = service.llm.inputs.sampling_in_effect
+    return {
+        **values,
+        "repeat_penalty": values["repetition_penalty"],
+        "n_predict": values.get("max_tokens", -1),  # -1: as many as the context allows
+    }
 
 
 async def slots(request: Request) -> list[Slot]:
