@@ -8,6 +8,7 @@ machine. Forks and copies on write are of the engine with the demo model, as the
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 from collections import defaultdict
@@ -262,4 +263,6 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else TARGET))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=TARGET, help=f"where the pictures go ({TARGET})")
+    sys.exit(main(parser.parse_args().folder))

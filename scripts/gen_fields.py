@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import types
 import typing
 from pathlib import Path
@@ -103,5 +104,6 @@ def _row(*cells: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     TARGET.write_text(render(), encoding="utf-8")
     print(f"== wrote {TARGET}")

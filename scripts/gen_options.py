@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,7 @@ def _code(value: object) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     TARGET.parent.mkdir(exist_ok=True)
     TARGET.write_text(render(), encoding="utf-8")
     print(f"== wrote {TARGET}")

@@ -78,4 +78,7 @@ def main(processes: str, *options: str) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        print(__doc__)
+        sys.exit()
     sys.exit(main(*sys.argv[1:]))

@@ -146,6 +146,9 @@ def main(image: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        print(__doc__)
+        sys.exit()
     if len(sys.argv) != 2:
         sys.exit(__doc__)
     try:

@@ -84,7 +84,8 @@ def _node(parser: Parser) -> Node:
         if action.help is not argparse.SUPPRESS:
             text = " ".join((action.help or "").replace("%%", "%").split()).split(". ")[0]
             values = [str(choice) for choice in action.choices or ()] or _values(action.metavar)
-            flags += [Flag(name, text, action.nargs != 0, values) for name in action.option_strings]
+            has_value = action.nargs not in (0, "?")
+            flags += [Flag(name, text, has_value, values) for name in action.option_strings]
     return Node([], flags)
 
 

@@ -21,6 +21,31 @@ from octavo.core.errors import ConfigError
 from octavo.core.foreign_options import FOREIGN_OPTIONS, OTHER_NAMES
 
 PREFIX = "engine"
+#: Options that help shows; the others are in ``--help all``.
+COMMON_OPTIONS = frozenset(
+    (
+        "chat_template",
+        "revision",
+        "dtype",
+        "quantization",
+        "max_model_len",
+        "generation_config",
+        "seed",
+        "kv_cache_dtype",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "enable_prefix_caching",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "scheduling_policy",
+        "speculative_config",
+        "tensor_parallel_size",
+        "data_parallel_size",
+        "enable_lora",
+        "device",
+        "num_threads",
+    )
+)
 
 
 def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -> None:
@@ -40,7 +65,7 @@ def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -
         help="YAML file of options; variables (OCTAVO_MAX_NUM_SEQS=8) win over it, flags over both",
     )
     fields = {name: field for name, field in EngineConfig.model_fields.items() if name != "model"}
-    add_option_flags(parser, PREFIX, fields, renamed=renamed)
+    add_option_flags(parser, PREFIX, fields, renamed=renamed, common=COMMON_OPTIONS)
     for name, foreign in FOREIGN_OPTIONS.items():
         kind: dict[str, Any] = (
             {"action": argparse.BooleanOptionalAction} if foreign.boolean else {"type": _reader(name)}
@@ -90,6 +115,7 @@ def add_option_flags(
     fields: Mapping[str, FieldInfo],
     *,
     renamed: Mapping[str, str] | None = None,
+    common: Collection[str] | None = None,
 ) -> None:
     """Adds a group of flags, one for each field of a model; ``Arguments.group(prefix)`` returns those that are given.
 
@@ -98,7 +124,9 @@ def add_option_flags(
         prefix: of the names in the arguments, and the title of the group.
         fields: fields of the model, by name.
         renamed: as in ``add_engine_flags``.
+        common: fields that help shows, the others are in ``--help all``; default: all of them.
     """
+    parser.rare |= {f"{prefix}:{name}" for name in fields if common is not None and name not in common}
     group = parser.add_argument_group(f"{prefix} options")
     for name, field in fields.items():
         flag = (renamed or {}).get(name) or "--" + name.replace("_", "-")
@@ -130,6 +158,9 @@ def take_model(arguments: Arguments, *, more_words: bool = False) -> str | None:
             why = f": the model, {configured!r}, is configured in a file or variable; name another as --model"
         elif arguments.words:
             model = arguments.words.pop(0)
+            if any(map(str.isspace, model)) and not os.path.exists(model):
+                prog = " ".join(arguments.command[:2])
+                raise ConfigError(f"{model!r} is no model: a model comes first, as in {prog} smollm2-135m {model!r}")
     if not more_words:
         refuse_words(arguments, why)
     return model

@@ -63,6 +63,7 @@ def make_parser() -> Parser:
         "it grows. Where --model, OCTAVO_MODEL or a configuration file names the model, every word is a prompt.",
         epilog=EXAMPLE,
     )
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt, as a word after MODEL")
     parser.add_argument("--input", metavar="FILE", help="take prompts from this file, or from standard input (-)")
     parser.add_argument("--chat", action="store_true", help="pass each prompt through the model's chat template")
     parser.add_argument(
@@ -97,7 +98,8 @@ def run(arguments: Arguments) -> int:
     with errors_of_the_call():
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}
         options = RequestOptions(priority=arguments.priority, user=arguments.user or "", lora_request=lora)
-        jobs = read_jobs(arguments.words, arguments.input, sampling, as_chat=arguments.chat, options=options)
+        words = [*arguments.words, *arguments.prompt]
+        jobs = read_jobs(words, arguments.input, sampling, as_chat=arguments.chat, options=options)
     with json_output(arguments) as json_out:
         start = time.monotonic()
         from octavo.engine.llm_engine import LLMEngine

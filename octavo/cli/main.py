@@ -53,6 +53,9 @@ COMMANDS = {
     "info": "show facts about this machine, this installation and a model",
 }
 
+#: Commands of other programs -> the words of the same command here; ``run`` and ``help`` are in ``_dispatch``.
+OTHER_COMMANDS = {"show": ["info"], "ls": ["list"], "remove": ["rm"], "run-batch": ["batch", "run"]}
+
 #: Commands of the lab, which is above this room: its modules are known by name only.
 LAB_COMMANDS = ("simulate", "bench")
 
@@ -62,7 +65,8 @@ examples:
   octavo chat smollm2-135m
   octavo serve smollm2-135m
 
-'octavo COMMAND --help' shows the options of a command.
+'octavo COMMAND --help' shows the options of a command, 'octavo COMMAND --help all' the rare ones too.
+'octavo run MODEL' is chat, 'octavo run MODEL PROMPT' is generate --chat; -m, -p, -n, -c and --temp are as elsewhere.
 Exit codes: 0 all went well; 1 a request failed, or a download or the machine (too little memory, say); 2 the call, the
 configuration or the checkpoint is wrong.
 """
@@ -134,16 +138,46 @@ def _dispatch(argv: list[str]) -> int:
     if not argv:
         make_parser().print_help(sys.stderr)
         return EXIT_USAGE
+    if argv[0] == "help":
+        return _help(argv[1:])
+    if argv[0] == "run":
+        argv = _run_words(argv[1:])
+    argv = [*OTHER_COMMANDS.get(argv[0], argv[:1]), *argv[1:]]
     name = argv[0]
     if name not in COMMANDS:
         parser = make_parser()
-        parser.read(argv)  # exits for --help, --version and unknown flags
+        if name.startswith("-"):
+            parser.read(argv)  # exits for --help, --version and unknown flags
         parser.error(f"unknown command {name!r}; {did_you_mean(name, COMMANDS)}")
     room = "octavo.lab.commands" if name in LAB_COMMANDS else "octavo.cli"
     command = importlib.import_module(f"{room}.{name}")
     if hasattr(command, "main"):  # one that begins something before it reads its flags
         return int(command.main(argv[1:]))
     return _run_command(command, argv[1:])
+
+
+def _help(words: list[str]) -> int:
+    """``octavo help [COMMAND ...] [all]``."""
+    if not words:
+        make_parser().print_help()
+        return 0
+    every = words[1:] and words[-1] == "all"
+    return _dispatch([*words[:-1], "--help", "all"] if every else [*words, "--help"])
+
+
+def _run_words(argv: list[str]) -> list[str]:
+    """What ``octavo run MODEL [PROMPT]`` of other programs is: a conversation, or the answer to one prompt."""
+    from octavo.cli.chat import make_parser as chat_parser
+    from octavo.cli.other_names import own_flags
+    from octavo.cli.parsing import asks_for_help
+
+    parser = chat_parser()
+    if asks_for_help(argv):
+        return ["chat", *argv]
+    arguments, rest = parser.parse_known_args(own_flags(argv, parser._option_string_actions))
+    words = [word for word in rest if not word.startswith("-")]
+    prompts = len(words) - (arguments.model is None)
+    return ["generate", "--chat", *argv] if prompts > 0 or "-p" in argv or "--prompt" in argv else ["chat", *argv]
 
 
 def _run_command(command: Command, argv: list[str]) -> int:

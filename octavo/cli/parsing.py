@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from octavo.cli.other_names import NO_COUNTERPART, own_flags
 from octavo.core.errors import ConfigError, InvalidRequestError
 
 EXIT_FAILED = 1
@@ -36,19 +37,25 @@ class Arguments(argparse.Namespace):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses abbreviated flags and suggests the nearest flag for an unknown one.
+    """A parser that refuses abbreviated flags, suggests the nearest flag for an unknown one, and knows other engines'.
 
     ``read`` collects positional words itself, as argparse does not let them be mixed freely with flags.
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(
+            allow_abbrev=False, add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options
+        )
+        self.add_argument("-h", "--help", action=_Help, help="show this message and exit; 'all': every option")
+        #: ``dest`` of each flag that only ``--help all`` shows.
+        self.rare: set[str] = set()
         #: Words that say what the command does, each with what makes a parser of its own, or None.
         self.kinds: dict[str, Callable[[], Parser] | None] = {}
 
     def read(self, argv: Sequence[str]) -> Arguments:
         """Parses; everything after ``--`` is a word. Exits with code 2 and one line if ``argv`` is wrong."""
         argv = list(argv)
+        argv = own_flags(argv, self._option_string_actions)
         cut = argv.index("--") if "--" in argv else len(argv)
         arguments, rest = self.parse_known_args(argv[:cut], Arguments())
         for word in rest:
@@ -58,15 +65,56 @@ class Parser(argparse.ArgumentParser):
         arguments.command = [*self.prog.split(), *argv]
         return arguments
 
+    def format_help(self) -> str:
+        """The help without the flags of ``rare``, and how to see them."""
+        hidden = [action for action in self._actions if action.dest in self.rare and action.help != argparse.SUPPRESS]
+        texts = [action.help for action in hidden]
+        for action in hidden:
+            action.help = argparse.SUPPRESS
+        try:
+            text = super().format_help()
+        finally:
+            for action, each in zip(hidden, texts, strict=True):
+                action.help = each
+        return text + (f"\n{len(hidden)} more options: {self.prog} --help all\n" if hidden else "")
+
     def error(self, message: str) -> NoReturn:
         """One line on standard error, exit code 2."""
         print(f"octavo: error: {message} (see '{self.prog} --help')", file=sys.stderr)
         sys.exit(EXIT_USAGE)
 
     def _unknown(self, flag: str) -> str:
+        if flag in NO_COUNTERPART:
+            return f"unknown option {flag}: {NO_COUNTERPART[flag]}"
         flags = [name for name in self._option_string_actions if name.startswith("--")]
         near = difflib.get_close_matches("--" + flag.lstrip("-").replace("_", "-"), flags, n=1, cutoff=0.5)
         return f"unknown option {flag}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+class _Help(argparse.Action):
+    """Shows the help: the flags that most people look for, or with the value ``all`` every flag."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs="?", default=argparse.SUPPRESS, help=help)
+        self.metavar = "all"
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        if values == "all" and isinstance(parser, Parser):
+            parser.rare = set()
+        parser.print_help()
+        parser.exit()
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether a command line asks for the help of its command."""
+    before = argv[: argv.index("--")] if "--" in argv else argv
+    return any(word in ("-h", "--help") or word.startswith("--help=") for word in before)
 
 
 def _is_flag(word: str) -> bool:

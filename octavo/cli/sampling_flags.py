@@ -17,6 +17,23 @@ from octavo.core.errors import InvalidRequestError
 from octavo.core.sampling_params import SamplingParams
 
 PREFIX = "sampling"
+#: Parameters that help shows; the others are in ``--help all``.
+COMMON_PARAMETERS = frozenset(
+    (
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "max_tokens",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logprobs",
+    )
+)
 
 #: One line of help for each field that can be given as text.
 HELP = {
@@ -69,6 +86,8 @@ def add_sampling_flags(
     for field in msgspec.structs.fields(SamplingParams):
         if field.name not in HELP or field.name in leave_out:
             continue
+        if field.name not in COMMON_PARAMETERS:
+            parser.rare.add(f"{PREFIX}:{field.name}")
         default = (defaults or {}).get(field.name, field.default)
         if default is None and field.default is not None:
             default = "none"  # a value that the command chooses, not the absence of one

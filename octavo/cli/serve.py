@@ -8,13 +8,35 @@ import signal
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from octavo.cli.parsing import Arguments, Parser
+from octavo.cli.parsing import Arguments, Parser, asks_for_help
 
 if TYPE_CHECKING:
     from octavo.engine.core_start import CoreProcess
 
 PREFIX = "server"
 PROFILE_FLAG = "--profile-startup"
+#: Options that help shows; the others are in ``--help all``.
+COMMON_OPTIONS = frozenset(
+    (
+        "host",
+        "port",
+        "served_model_name",
+        "api_key",
+        "api_key_file",
+        "ui",
+        "tls_cert",
+        "tls_key",
+        "allowed_origins",
+        "max_queued_requests",
+        "request_timeout",
+        "log_level",
+        "log_requests",
+        "tool_call_parser",
+        "reasoning_parser",
+        "lora_modules",
+        "allow_image_urls",
+    )
+)
 
 EXAMPLE = """\
 examples:
@@ -44,7 +66,7 @@ def main(argv: list[str]) -> int:
 
         measure_imports()
     process = None
-    if not {"-h", "--help"} & set(argv):
+    if not asks_for_help(argv):
         from octavo.engine.core_start import CoreProcess
 
         process = CoreProcess()
@@ -82,7 +104,8 @@ def make_parser() -> Parser:
     parser.add_argument(
         PROFILE_FLAG, action="store_true", help="log where the time of the start goes, by process, once it is ready"
     )
-    add_option_flags(parser, PREFIX, ServerOptions.model_fields)
+    parser.rare.add("profile_startup")
+    add_option_flags(parser, PREFIX, ServerOptions.model_fields, common=COMMON_OPTIONS)
     add_engine_flags(parser)
     return parser
 

@@ -24,7 +24,7 @@ def read_bounded(path: Path, most: int, error: type[OctavoError] = ConfigError) 
                 data += part
             size = max(len(data), os.fstat(file.fileno()).st_size)
     except FileNotFoundError:
-        raise error(f"{path} is missing") from None
+        raise error(f"{path} is missing: there is no such file") from None
     except OSError as e:
         raise error(f"{path} cannot be read: {e.strerror}") from None
     if len(data) > most:

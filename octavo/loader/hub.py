@@ -24,18 +24,26 @@ def fetch_hub(repo: str, *, revision: str | None = None, progress: bool = True, 
         DownloadError: not authorised, or neither reachable nor downloaded before.
         UnsupportedModelError: there is no config.json, or, with ``weights``, no safetensors beside it.
     """
-    folder = _snapshot(repo, revision, progress, _UNWANTED if weights else [*_UNWANTED, *_WEIGHTS])
+    advice = f"; {gguf_advice(repo)}" if "gguf" in repo.lower() else ""
+    try:
+        folder = _snapshot(repo, revision, progress, _UNWANTED if weights else [*_UNWANTED, *_WEIGHTS])
+    except DownloadError as e:
+        raise DownloadError(f"{e}{advice}") from e
     if not (folder / "config.json").is_file():
-        raise UnsupportedModelError(
-            f"the hub repository {repo!r} has no config.json; for one of GGUF files, download one and give its path"
-        )
+        raise UnsupportedModelError(f"the hub repository {repo!r} has no config.json; {gguf_advice(repo)}")
     if weights and not any(folder.glob("*.safetensors")):
         raise UnsupportedModelError(
             f"the hub repository {repo!r} has no *.safetensors weights (pickled weights are never loaded: convert "
             "them with transformers' from_pretrained(NAME).save_pretrained(FOLDER)), or they were not fetched when the "
-            "hub could be reached (load_format='dummy' needs none)"
+            f"hub could be reached (load_format='dummy' needs none){advice}"
         )
     return folder
+
+
+def gguf_advice(repo: str, kind: str = "Q4_K_M") -> str:
+    """What to do with a hub repository of GGUF files, which are not fetched: one of many is wanted."""
+    command = f"hf download {repo} --include '*{kind}*.gguf' --local-dir ."
+    return f"download one of its GGUF files ({command}) and give the path of the file"
 
 
 def _snapshot(repo: str, revision: str | None, progress: bool, unwanted: list[str]) -> Path:
@@ -70,7 +78,7 @@ def _snapshot(repo: str, revision: str | None, progress: bool, unwanted: list[st
     except LocalEntryNotFoundError as e:
         raise DownloadError(
             f"the hub model {repo!r}{at} is not on this machine, and the hub cannot be reached (no network, or "
-            "HF_HUB_OFFLINE is set)"
+            "HF_HUB_OFFLINE is set); nor is there a folder of this name"
         ) from e
     except Exception as e:  # the HTTP library's errors differ between versions of huggingface_hub
         reason = str(e).strip().splitlines() or [""]

@@ -28,6 +28,9 @@ FOLDER_VERSION = 5
 CHECKPOINT_METHODS = ("awq", "compressed-tensors", "gptq")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+#: A hub id with one of a repository's GGUF files, as llama.cpp and Ollama take it: ``owner/name:Q4_K_M``.
+_GGUF_ID = re.compile(rf"(?:hf\.co/|huggingface\.co/)?({_HUB_ID.pattern}):([\w.-]+)")
+_WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx", ".json")
 _ACCEPTED = "a folder with config.json, a .gguf file, a built-in name or a hub id (owner/name)"
 
 
@@ -176,7 +179,29 @@ def _has_ctranslate2(folder: Path) -> bool:
     return is_ctranslate2(folder / CTRANSLATE2_NAME) and b'"model_type"' not in (folder / "config.json").read_bytes()
 
 
+def _is_path(name: str) -> bool:
+    """Whether a name can only be meant as a path."""
+    begins = name.startswith((".", "~", os.sep))
+    return begins or name.endswith((os.sep, *_WEIGHT_SUFFIXES)) or name.count(os.sep) > 1 or "\\" in name
+
+
+def _no_such_file(name: str) -> str:
+    """The message for a path where nothing is, with the nearest name in its folder."""
+    path = Path(os.path.expanduser(name))
+    try:
+        near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
+    except (OSError, ValueError):
+        near = []
+    return f"no such file or folder: {name}" + (f"; did you mean {path.with_name(near[0])}?" if near else "")
+
+
 def _not_found(name: str) -> str:
+    if match := _GGUF_ID.fullmatch(name):
+        from octavo.loader.hub import gguf_advice
+
+        return f"{name} names a GGUF file of the hub repository {match[1]}: {gguf_advice(match[1], match[2])}"
+    if _is_path(name):
+        return _no_such_file(name)
     # A shape has no weights, so it is suggested only to who has all but typed its name.
     near = difflib.get_close_matches(name, BUILTIN, n=1) or difflib.get_close_matches(name, SHAPES, n=1, cutoff=0.9)
     hint = f"did you mean {near[0]!r}? " if near else ""

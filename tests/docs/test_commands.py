@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from octavo.cli.main import COMMANDS, LAB_COMMANDS
+from octavo.cli.main import COMMANDS, LAB_COMMANDS, OTHER_COMMANDS
+from octavo.cli.other_names import OTHER_FLAGS
 from octavo.cli.parsing import Parser
 from tests.docs.snippets import PAGES, ROOT, Command, commands
 
@@ -59,6 +60,9 @@ def read_octavo(words: tuple[str, ...]) -> str | None:
     """Why the command is wrong; None if the program takes it. Without flags it may be its name only."""
     if not words or words[0] in ("--help", "--version", "COMMAND"):
         return None
+    if words[0] in ("run", "help"):
+        words = ("chat", *words[1:2])
+    words = (*OTHER_COMMANDS.get(words[0], words[:1]), *words[1:])
     if words[0] not in COMMANDS:
         return f"there is no command {words[0]!r}"
     try:
@@ -154,7 +158,7 @@ FOREIGN_FLAGS = {"--gpus", "--ipc", "--shm-size", "--nproc-per-node", "--nproc_p
 
 
 def test_flags_that_pages_name_alone_exist() -> None:
-    known = set(FOREIGN_FLAGS)
+    known = {*FOREIGN_FLAGS, *OTHER_FLAGS}
     for name in COMMANDS:
         makers = [parser(name), *(make() for make in parser(name).kinds.values() if make is not None)]
         known |= {flag for each in makers for flag in each._option_string_actions}

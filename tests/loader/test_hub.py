@@ -111,6 +111,19 @@ def test_a_repository_of_pickles_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
         resolve_model("owner/name")
 
 
+def test_a_repository_of_gguf_files_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(tmp_path))
+    with pytest.raises(UnsupportedModelError, match=r"hf download owner/name .* give the path of the file"):
+        resolve_model("owner/name")
+
+    def unreachable(*args: object, **options: object) -> str:
+        raise errors.LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(DownloadError, match=r"cannot be reached.*hf download owner/name-GGUF"):
+        resolve_model("owner/name-GGUF")
+
+
 def offline(tmp_path: Path) -> subprocess.CompletedProcess[str]:
     code = "from octavo.loader.resolve import resolve_model; print(resolve_model('owner/name'))"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -119,18 +120,26 @@ def test_a_misspelt_name_gets_the_nearest_one(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "",
-        "qwertyuiop",
-        "/nowhere/at/all",
-        "./missing.gguf",
-        "a/b/c",
-        "missing/model.gguf",
-        "~nobody/x/y",
-        "a" * 9000,
-        "a\0b",
-    ],
+    ["/nowhere/at/all", "./missing.gguf", "a/b/c", "missing/model.gguf", "~nobody/x/y", "missing.safetensors", "dir/"],
 )
+def test_a_path_where_nothing_is_is_no_such_file(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=f"no such file.*{re.escape(name)}"):
+        resolve_model(name)
+
+
+def test_a_misspelt_path_gets_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "model-q4.gguf").touch()
+    with pytest.raises(ModelNotFoundError, match=f"did you mean {re.escape(str(tmp_path / 'model-q4.gguf'))}"):
+        resolve_model(str(tmp_path / "model-q5.gguf"))
+
+
+@pytest.mark.parametrize("prefix", ["", "hf.co/"])
+def test_a_gguf_file_of_the_hub_by_its_kind_says_what_to_do(prefix: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"hf download owner/name-GGUF --include '\*Q8_0\*\.gguf'"):
+        resolve_model(f"{prefix}owner/name-GGUF:Q8_0")
+
+
+@pytest.mark.parametrize("name", ["", "qwertyuiop", "a" * 9000, "a\0b"])
 def test_the_error_for_an_unknown_name_lists_what_is_accepted(name: str) -> None:
     with pytest.raises(ModelNotFoundError, match=r"config\.json.*\.gguf.*hub id.*smollm2-135m"):
         resolve_model(name)

@@ -148,7 +148,8 @@ def load_profile(name: str) -> StepProfile:
         return parse_profile(data, name)
     path = Path(name)
     if not path.is_file():
-        raise ConfigError(f"no profile {name!r}: give a JSON file, or one of {', '.join(known)}")
+        what = "no such file" if path.suffix == ".json" or len(path.parts) > 1 else "no profile"
+        raise ConfigError(f"{what} {name!r}: give a JSON file, or one of {', '.join(known)}")
     return parse_profile(read_bounded(path, _MOST_BYTES), name)
 
 

@@ -77,7 +77,7 @@ def test_a_wrong_profile_is_refused_with_the_field(changes: dict[str, Any], mess
 
 def test_a_file_is_no_profile_if_it_is_missing_damaged_or_too_large(tmp_path: Path) -> None:
     file = tmp_path / "p.json"
-    with pytest.raises(ConfigError, match="no profile"):
+    with pytest.raises(ConfigError, match="no such file"):
         load_profile(str(file))
     large = f"p.json has {2 << 20} bytes; at most {1 << 20} are read"
     for content, message in ((b"{", "not valid"), (b"\xff\xfe", "not valid"), (b" " * (2 << 20), large)):
