@@ -50,8 +50,11 @@ async def measure(
     clients: int | None,
     warmup: list[Request],
     ended: Ended,
+    begins: Callable[[str], object] = lambda phase: None,
 ) -> tuple[list[RequestOutcome], float]:
     """Runs the warm-up, then the requests: closed-loop with ``clients``, or open-loop at their times if it is None.
+
+    ``begins`` is called with the name of each phase.
 
     Returns:
         The outcomes in the order of the requests, and the processor time of this process in seconds.
@@ -62,7 +65,9 @@ async def measure(
     try:
         await client.connect()
         if warmup:
+            begins("warm-up")
             await closed_loop(client, warmup, clients or 8, lambda: None)
+            begins("requests")
         cpu = time.process_time()
         if clients is None:
             outcomes = await open_loop(client, requests, ended)

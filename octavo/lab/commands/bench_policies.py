@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.cli.engine_flags import PREFIX, add_engine_flags, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, add_report_flag, check_folder, check_range, json_output
 from octavo.core.errors import ConfigError
+from octavo.lab.commands.waiting import Waiting, add_thorough_flag
 
 if TYPE_CHECKING:
     from octavo.lab.bench.policies.lab import Configure, ScenarioRow
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
 
 PLACES = ("process", "server", "simulated")
 DEFAULT_PROFILE = "smollm2-135m-2-cores"
+#: The scenario of a first look: all policies in well under a minute on two cores.
+FIRST_LOOK = "sparse-short"
 EXAMPLE = """\
 examples:
-  octavo bench policies smollm2-135m --scenarios sparse-short --repeats 1
+  octavo bench policies smollm2-135m
+  octavo bench policies smollm2-135m --thorough
   octavo bench policies smollm2-135m --places process,server,simulated --json lab.json --csv lab.csv
   octavo bench policies --places simulated --scenarios separating
   octavo bench policies --places simulated --policies fcfs,sjf,my_module:MyPolicy
@@ -45,10 +49,11 @@ def make_parser() -> Parser:
         epilog=EXAMPLE,
     )
     lab = parser.add_argument_group("lab").add_argument
-    lab("--scenarios", default="classic", metavar="S,S", help="groups or names of scenarios (classic)")
+    lab("--scenarios", metavar="S,S", help=f"groups or names of scenarios ({FIRST_LOOK})")
     lab("--policies", metavar="P,P", help="names, or module:Class (all that are installed)")
     lab("--places", default="process", metavar="P,P", help=f"some of {', '.join(PLACES)} (process)")
-    lab("--repeats", type=int, default=3, metavar="N", help="runs of each, with seeds of their own (3)")
+    lab("--repeats", type=int, metavar="N", help="runs of each, with seeds of their own (1)")
+    add_thorough_flag(parser, "the scenarios classic, three runs of each")
     lab("--profile", default=DEFAULT_PROFILE, metavar="NAME|FILE", help=f"of the simulation ({DEFAULT_PROFILE})")
     lab("--mode", choices=("offline", "server"), default="offline", help="which of its overheads count (offline)")
     add_json_flag(parser)
@@ -61,14 +66,16 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Runs the lab and prints its tables, or JSON."""
-    from tqdm import tqdm
-
     from octavo.lab.bench.policies import catalogue, tables
     from octavo.lab.bench.policies.lab import Lab
     from octavo.lab.plots.style import load_matplotlib
     from octavo.scheduler.policies import POLICIES, policy_class
 
     model = take_model(arguments)
+    if arguments.scenarios is None:
+        arguments.scenarios = "classic" if arguments.thorough else FIRST_LOOK
+    if arguments.repeats is None:
+        arguments.repeats = 3 if arguments.thorough else 1
     scenarios = catalogue.find(_words("scenarios", arguments.scenarios))
     policies = _words("policies", arguments.policies) if arguments.policies else list(POLICIES)
     names = _words("places", arguments.places)
@@ -92,13 +99,16 @@ def run(arguments: Arguments) -> int:
         json_to = stack.enter_context(json_output(arguments))
         csv_to = stack.enter_context(_csv_stream(arguments.csv)) if arguments.csv is not None else None
         runs = len(places) * len(scenarios) * len(policies) * arguments.repeats
-        with tqdm(total=runs, disable=None, leave=False) as bar:  # disable=None: hidden unless on a terminal
+        what = f"{runs} runs: {', '.join(s.name for s in scenarios)} under {', '.join(policies)}; {', '.join(names)}"
+        with Waiting(what, runs, skip=1) as waiting:  # the first run loads the model
 
-            def ended(row: ScenarioRow) -> None:
-                bar.set_postfix_str(f"{row.place} {row.scenario} {row.policy}")
-                bar.update()
+            def ended(_: ScenarioRow) -> None:
+                waiting.add()
 
-            rows = Lab(places, configure, seed).run(scenarios, policies, arguments.repeats, ended)
+            def begins(place: str, scenario: str) -> None:
+                waiting.phase(f"{place}, {scenario}")
+
+            rows = Lab(places, configure, seed).run(scenarios, policies, arguments.repeats, ended, begins)
         about = {place.name: place.about for place in places}
         if arguments.plots is not None or arguments.report is not None:
             _draw(arguments, rows, scenarios, about)

@@ -25,13 +25,17 @@ from octavo.cli.parsing import (
 )
 from octavo.core.errors import ConfigError
 from octavo.core.server_options import names
+from octavo.lab.commands.waiting import Waiting, add_thorough_flag, duration
 from octavo.lab.plots.style import check_image
-from octavo.lab.workloads.flags import FORMS, add_seed_flag, add_workload_flags, make_workload
+from octavo.lab.workloads.flags import DEFAULT_REQUESTS, FORMS, add_seed_flag, add_workload_flags, make_workload
 
 if TYPE_CHECKING:
     from octavo.lab.bench.serve_client import Client, RequestOutcome
     from octavo.lab.bench.serve_report import ServeReport
     from octavo.lab.bench.serve_workload import Request
+
+#: Requests of a first look: half a minute of the demo model on two cores.
+FEW_REQUESTS = 40
 
 EXAMPLE = f"""\
 It needs a server that runs: start one in another terminal, and wait until it says "serving":
@@ -73,7 +77,8 @@ def make_parser() -> Parser:
     target.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
     target.add_argument("--extra-body", metavar="JSON", help="fields added to each request; null leaves a field out")
     target.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds a request may take (600)")
-    add_workload_flags(parser)
+    add_workload_flags(parser, FEW_REQUESTS)
+    add_thorough_flag(parser, f"{DEFAULT_REQUESTS} requests")
     add_seed_flag(parser)
     load = parser.add_argument_group("clients and prompts")
     load.add_argument(
@@ -126,8 +131,6 @@ def run(arguments: Arguments) -> int:
 def _measure(arguments: Arguments, stream: IO[str] | None) -> tuple[ServeReport, list[RequestOutcome]]:
     import asyncio
 
-    from tqdm import tqdm
-
     from octavo.lab.bench.serve_load import measure
     from octavo.lab.bench.serve_report import Goodput, RunSettings, as_text, make_report
 
@@ -135,8 +138,10 @@ def _measure(arguments: Arguments, stream: IO[str] | None) -> tuple[ServeReport,
     requests, warmup, arrivals = _workload(arguments)
     clients = None if arrivals is not None else arguments.concurrency or 8
     client = _client(arguments)
-    with tqdm(total=len(requests), disable=None, leave=False) as bar:  # disable=None: hidden unless on a terminal
-        outcomes, cpu = asyncio.run(measure(client, requests, clients=clients, warmup=warmup, ended=bar.update))
+    what = f"{len(requests)} requests of {clients} clients" if clients is not None else _open_loop(requests)
+    with Waiting(f"{what} to {arguments.base_url}", len(requests), first=clients or 1) as waiting:
+        running = measure(client, requests, clients=clients, warmup=warmup, ended=waiting.add, begins=waiting.phase)
+        outcomes, cpu = asyncio.run(running)
     asked = RunSettings(
         base_url=arguments.base_url,
         model=arguments.model,
@@ -150,6 +155,11 @@ def _measure(arguments: Arguments, stream: IO[str] | None) -> tuple[ServeReport,
     else:
         write_line(stream, report)
     return report, outcomes
+
+
+def _open_loop(requests: list[Request]) -> str:
+    """So many requests, and how long it takes until the last one is sent."""
+    return f"{len(requests)} requests, sent within {duration(max((request.at for request in requests), default=0.0))},"
 
 
 def _check(arguments: Arguments) -> None:
@@ -176,7 +186,7 @@ def _workload(arguments: Arguments) -> tuple[list[Request], list[Request], str |
     from octavo.lab.bench.serve_workload import requests, with_models, with_targets
     from octavo.lab.workloads.tokens import text, token_ids
 
-    load = make_workload(arguments, arguments.seed)
+    load = make_workload(arguments, arguments.seed, DEFAULT_REQUESTS if arguments.thorough else FEW_REQUESTS)
     form = arguments.prompt_form or ("text" if arguments.endpoint == "chat" else "ids")
     prompt = text if form == "text" else functools.partial(token_ids, id_range=arguments.token_range)
     counted = requests(load, prompt)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, check_positive, check_range, refuse_words, write_json
+from octavo.lab.commands.waiting import Waiting, add_thorough_flag, seconds_here
 
 if TYPE_CHECKING:
     from octavo.lab.simulate.allocators.comparison import AllocatorComparison
@@ -14,13 +15,19 @@ if TYPE_CHECKING:
 EXAMPLE = """\
 examples:
   octavo simulate allocators
+  octavo simulate allocators --thorough
   octavo simulate allocators --lengths chat --latency-limit 0.2 --rate 2 --json curves.json
 
 The comparison of Kwon et al. 2023 (PagedAttention), section 6.2, on a simulated OPT-13B on an A100: oracle reserves the
 true length of each request, pow2 at most twice its output, max the model's context. Equal calls give equal figures.
 """
-#: Fits of the paper's traces, see octavo/lab/workloads/lengths.py; and how many requests a run has, unless it is given.
-TRACES = {"chat": ("ShareGPT", 1000), "instruct": ("Alpaca", 3000)}
+#: Fits of the paper's traces, see octavo/lab/workloads/lengths.py; and how many requests a run has, unless it is given:
+#: for a first look, and with ``--thorough``.
+TRACES = {"chat": "ShareGPT", "instruct": "Alpaca"}
+_FEW_REQUESTS = {"chat": 200, "instruct": 400}
+_REQUESTS = {"chat": 1000, "instruct": 3000}
+#: Cost of a request in a run, in units of ``seconds_here``.
+_COST = {"chat": 0.23, "instruct": 0.06}
 _MOST_REQUESTS = 100_000
 
 
@@ -35,7 +42,8 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--lengths", choices=(*TRACES, "both"), default="both", help="chat (ShareGPT) and instruct (Alpaca) (both)")
     add("--profile", default="opt-13b-a100", metavar="NAME|FILE", help="costs of steps, memory (opt-13b-a100)")
-    add("--num-requests", type=int, metavar="N", help="requests of each run (1000 of chat, 3000 of instruct)")
+    add("--num-requests", type=int, metavar="N", help="requests of each run (200 of chat, 400 of instruct)")
+    add_thorough_flag(parser, "1000 requests of chat, 3000 of instruct")
     add(
         "--latency-limit",
         type=float,
@@ -59,7 +67,7 @@ def run(arguments: Arguments) -> int:
     """Compares, and prints a table for each kind of lengths, or JSON with the curves too."""
     from octavo.lab.commands.simulate_report import write_plots
     from octavo.lab.plots.style import load_matplotlib
-    from octavo.lab.simulate.allocators.comparison import compare, make_setting
+    from octavo.lab.simulate.allocators.comparison import ALLOCATORS, RUNS, compare, make_setting
     from octavo.lab.simulate.step_profile import load_profile
     from octavo.lab.workloads.lengths import parse_inputs, parse_outputs
 
@@ -70,13 +78,21 @@ def run(arguments: Arguments) -> int:
         load_matplotlib()
     profile = load_profile(arguments.profile)
     traces = TRACES if arguments.lengths == "both" else (arguments.lengths,)
+    counts = _REQUESTS if arguments.thorough else _FEW_REQUESTS
+    requests = {trace: arguments.num_requests or counts[trace] for trace in traces}
+    runs = RUNS * len(ALLOCATORS)
+    seconds = seconds_here(sum(runs * count * _COST[trace] for trace, count in requests.items()))
     comparisons = {}
-    for trace in traces:
-        lengths = parse_inputs(trace), parse_outputs(trace)
-        setting = make_setting(profile, *lengths, arguments.num_requests or TRACES[trace][1], arguments.seed)
-        comparisons[trace] = compare(setting, arguments.latency_limit, arguments.rate)
-        if arguments.json is None:
-            print("\n".join(_table(trace, comparisons[trace])))
+    with Waiting(f"about {runs * len(requests)} simulations", runs * len(requests), seconds=seconds) as waiting:
+        for trace, count in requests.items():
+
+            def begins(allocator: str, trace: str = trace) -> None:
+                waiting.phase(f"{trace}, {allocator}")
+
+            setting = make_setting(profile, parse_inputs(trace), parse_outputs(trace), count, arguments.seed)
+            comparisons[trace] = compare(setting, arguments.latency_limit, arguments.rate, begins, waiting.add)
+            if arguments.json is None:
+                waiting.print("\n".join(_table(trace, comparisons[trace])))
     if arguments.plots is not None:
         write_plots({f"allocators_{trace}": (draw(comparisons[trace]), "") for trace in comparisons}, arguments.plots)
     if arguments.json is not None:
@@ -98,7 +114,7 @@ def draw(result: AllocatorComparison) -> Any:
 def _table(trace: str, result: AllocatorComparison) -> list[str]:
     paged = result.allocators[0]
     lines = [
-        f"{trace} ({TRACES[trace][0]}): {result.requests} requests of {result.mean_input:.1f} + "
+        f"{trace} ({TRACES[trace]}): {result.requests} requests of {result.mean_input:.1f} + "
         f"{result.mean_output:.1f} tokens; latency limit {result.latency_limit:g} s/token; "
         f"memory and batch at {result.at:.2f} requests/s",
         f"{'':8}{'req/s':>8}{'paged /':>9}{'batch':>8}{'paged /':>9}   share of memory: {'tokens':>6}{'reserved':>10}"

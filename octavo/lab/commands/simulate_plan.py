@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, check_range, refuse_words, write_json
 from octavo.lab.commands.cluster_flags import OPTIONS, add_cluster_flags, add_profile_flags, make_spec
+from octavo.lab.commands.waiting import Waiting, add_thorough_flag
 from octavo.lab.workloads.flags import FORMS, add_workload_flags, make_workload
 
 if TYPE_CHECKING:
@@ -20,8 +22,11 @@ examples:
   octavo simulate plan --trace azure.csv --ttft-limit 500 --share 0.95 --router prefix --json plan.json
 
 Each number of replicas that is tried is simulated as 'octavo simulate --replicas N' does it. Where requests arrive at a
-rate and --num-requests is left out, they are as many as it takes for longer runs to need no other number. {FORMS}
+rate and --num-requests is left out, they are 1000, or two periods of the arrivals; with --thorough as many as it takes
+for longer runs to need no other number. {FORMS}
 """
+#: Seeds of a first look, and with --thorough; and about as many numbers of replicas as are tried for each.
+_FEW_SEEDS, _SEEDS, _TRIES = 1, 3, 10
 
 
 def make_parser() -> Parser:
@@ -36,7 +41,9 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--share", type=float, default=0.99, metavar="X", help="of requests that must keep the limits (0.99)")
     add("--most", type=int, default=1024, metavar="N", help="replicas to try at most (1024)")
-    add("--repeats", type=int, default=3, metavar="N", help="seeds, from --seed on; the most that one needs counts (3)")
+    most = f"seeds, from --seed on; the most that one needs counts ({_FEW_SEEDS})"
+    add("--repeats", type=int, metavar="N", help=most)
+    add_thorough_flag(parser, f"{_SEEDS} seeds, and as many requests as it takes")
     add_json_flag(parser)
     add_cluster_flags(parser, sized=False)
     add_workload_flags(parser)
@@ -46,7 +53,7 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Prints the table and the answer, or JSON; 1 if no number suffices."""
-    from octavo.lab.simulate.cluster.capacity_plan import plan_traffic
+    from octavo.lab.simulate.cluster.capacity_plan import first_requests, plan_traffic
 
     refuse_words(arguments)
     refuse_idle_flags(arguments, OPTIONS, "octavo simulate, which has a profile in the place of a model")
@@ -55,48 +62,59 @@ def run(arguments: Arguments) -> int:
     spec = make_spec(arguments, "1", options.seed)
     load = make_workload(arguments, options.seed)
     has_rate = load.arrivals is not None and load.arrivals.mean_rate < math.inf
+    repeats = arguments.repeats or (_SEEDS if arguments.thorough else _FEW_SEEDS)
+    may_choose = arguments.num_requests is None and load.trace is None and has_rate
+    if may_choose and not arguments.thorough:
+        load = replace(load, requests=first_requests(load))
     show = arguments.json is None
     if show:
         print(f"{'replicas':>8} {'good':>8} {'goodput/s':>10} {'per replica':>11} {'ttft p99':>9} {'tpot p99':>9} busy")
-    plan = plan_traffic(
-        spec,
-        options,
-        load,
-        repeats=arguments.repeats,
-        settle=arguments.num_requests is None and load.trace is None and has_rate,
-        share=arguments.share,
-        most=arguments.most,
-        on_plan=_print_heading if show else _ignore,
-        on_tried=_print if show else _ignore,
-    )
+    tries = _TRIES * repeats
+    or_more = " or more" if may_choose and arguments.thorough else ""
+    with Waiting(f"about {tries} simulations of {len(load)} requests{or_more}", tries) as waiting:
+
+        def begun(requests: int, seed: int) -> None:
+            waiting.phase(f"{requests} requests, seed {seed}")
+            if show:
+                waiting.print(f"{requests} requests, seed {seed}")
+
+        def tried(each: Tried) -> None:
+            if show:
+                waiting.print(_line(each))
+            waiting.add()
+
+        plan = plan_traffic(
+            spec,
+            options,
+            load,
+            repeats=repeats,
+            settle=may_choose and arguments.thorough,
+            share=arguments.share,
+            most=arguments.most,
+            on_plan=begun,
+            on_tried=tried,
+        )
     if show:
-        print(_answer(plan))
+        print(_answer(plan, is_first_look=may_choose and not arguments.thorough))
     else:
         write_json(arguments.json, plan)
     return 0 if plan.replicas is not None else EXIT_FAILED
 
 
-def _print_heading(requests: int, seed: int) -> None:
-    print(f"{requests} requests, seed {seed}", flush=True)
-
-
-def _print(t: Tried) -> None:
-    print(
+def _line(t: Tried) -> str:
+    return (
         f"{t.replicas:8} {t.good_share:8.2%} {t.goodput:10.3f} {t.goodput_per_replica:11.3f} {t.ttft_p99:9.4f} "
-        f"{t.tpot_p99:9.4f} {t.utilisation:5.1%}",
-        flush=True,
+        f"{t.tpot_p99:9.4f} {t.utilisation:5.1%}"
     )
 
 
-def _ignore(*_: object) -> None:
-    pass
-
-
-def _answer(traffic_plan: TrafficPlan) -> str:
+def _answer(traffic_plan: TrafficPlan, *, is_first_look: bool) -> str:
     plan = traffic_plan.plans[-1]
     if traffic_plan.replicas is not None:
         each = ", ".join(str(p.replicas) for p in traffic_plan.plans)
         unsettled = "; longer runs may need more" if traffic_plan.settled is False else ""
+        if is_first_look:
+            unsettled = "; longer runs may need more, which --thorough tries"
         return (
             f"{traffic_plan.replicas} replicas: at least {plan.share:.4g} of the requests keep the limits\n"
             f"by seed: {each}, of {traffic_plan.requests} requests each{unsettled}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, check_positive, check_range, refuse_words, write_json
 from octavo.core.errors import ConfigError
+from octavo.lab.commands.waiting import Waiting, add_thorough_flag, seconds_here
 
 if TYPE_CHECKING:
     from octavo.lab.simulate.step_profile import StepProfile
@@ -19,6 +20,7 @@ _Part = tuple[str, list[Any], str]
 EXAMPLE = """\
 examples:
   octavo simulate preemption
+  octavo simulate preemption --thorough
   octavo simulate preemption --profile opt-13b-a100 --link-gb-s 55 --copies 1
 
 A profile of a CPU has one memory: blocks on the host are taken from those of the device. Of a GPU, host memory is
@@ -27,6 +29,12 @@ requests are there at the start. Equal calls give equal figures.
 """
 #: A fitted CPU, and the GPU and model of the paper.
 PROFILES = "smollm2-135m-epyc-2-cores,opt-13b-a100"
+#: For a first look: requests of each run, in one memory and across a link, and runs of each setting.
+_FEW_SHARED, _FEW_LINK, _FEW_RUNS = 80, 100, 1
+#: With ``--thorough``; requests are those of the loads.
+_RUNS = 3
+#: Cost of a request in a run in one memory and across a link, in units of ``seconds_here``.
+_COST_SHARED, _COST_LINK = 0.27, 0.32
 
 
 def make_parser() -> Parser:
@@ -46,9 +54,15 @@ def make_parser() -> Parser:
         metavar="N,...",
         help="that move a block: 1 as here, where it is contiguous; 80: for each of 40 layers' keys and values (1,80)",
     )
-    add("--num-requests", type=int, metavar="N", help="of each run (150 in one memory, 200 across a link)")
-    add("--repeats", type=int, default=3, metavar="N", help="runs of each, with seeds from --seed on (3)")
+    add(
+        "--num-requests",
+        type=int,
+        metavar="N",
+        help=f"of each run ({_FEW_SHARED} in one memory, {_FEW_LINK} across a link)",
+    )
+    add("--repeats", type=int, metavar="N", help=f"runs of each, with seeds from --seed on ({_FEW_RUNS})")
     add("--seed", type=int, default=0, metavar="N", help="of lengths (0)")
+    add_thorough_flag(parser, f"150 requests in one memory, 200 across a link, {_RUNS} runs of each")
     add_json_flag(parser)
     return parser
 
@@ -60,19 +74,37 @@ def run(arguments: Arguments) -> int:
     refuse_words(arguments)
     check_positive(arguments, "link_gb_s", "copy_us")
     check_range(arguments, "repeats", "num_requests", most=100_000)
+    if arguments.repeats is None:
+        arguments.repeats = _RUNS if arguments.thorough else _FEW_RUNS
     copies = _whole_numbers(arguments.copies)
+    profiles = {name: load_profile(name) for name in arguments.profile.split(",")}
     tables: dict[str, list[Any]] = {}
-    for name in arguments.profile.split(","):
-        profile = load_profile(name)
-        parts = _link_parts(profile, copies, arguments) if profile.device_type == "gpu" else _parts(profile, arguments)
-        tables[name] = []
-        for title, records, table in parts:
-            tables[name].append({"title": title, "records": records})
-            if arguments.json is None:
-                print(f"**{name}: {title}**\n\n{table}\n", flush=True)
+    with _waiting(profiles.values(), copies, arguments) as waiting:
+        for name, profile in profiles.items():
+            parts = _link_parts if profile.device_type == "gpu" else _parts
+            tables[name] = []
+            for title, records, table in parts(profile, copies, arguments, waiting):
+                tables[name].append({"title": title, "records": records})
+                if arguments.json is None:
+                    waiting.print(f"**{name}: {title}**\n\n{table}\n")
     if arguments.json is not None:
         write_json(arguments.json, {**arguments.plain("json"), "profiles": tables})
     return 0
+
+
+def _waiting(profiles: Iterable[StepProfile], copies: list[int], arguments: Arguments) -> Waiting:
+    """What is simulated, for all profiles."""
+    from octavo.lab.simulate.swap_or_recompute import HOST_SHARES, LINK_LOADS, RUN_SIZES, SHARED_LOADS
+
+    total, cost = 0, 0.0
+    for profile in profiles:
+        is_gpu = profile.device_type == "gpu"
+        settings = len(RUN_SIZES) * (2 + 2 * len(copies)) if is_gpu else 2 * len(HOST_SHARES)
+        loads = _sized(LINK_LOADS, arguments, _FEW_LINK) if is_gpu else _sized(SHARED_LOADS, arguments, _FEW_SHARED)
+        total += settings * len(loads)
+        requests = sum(load.requests for load in loads)
+        cost += settings * requests * arguments.repeats * (_COST_LINK if is_gpu else _COST_SHARED)
+    return Waiting(f"{total * arguments.repeats} simulations", total, seconds=seconds_here(cost))
 
 
 def _whole_numbers(text: str) -> list[int]:
@@ -86,8 +118,10 @@ def _seeds(arguments: Arguments) -> range:
     return range(arguments.seed, arguments.seed + arguments.repeats)
 
 
-def _sized(loads: Sequence[Load], arguments: Arguments) -> list[Load]:
-    return [dataclasses.replace(load, requests=arguments.num_requests or load.requests) for load in loads]
+def _sized(loads: Sequence[Load], arguments: Arguments, few: int) -> list[Load]:
+    """The loads with as many requests as are asked for, or ``few`` for a first look."""
+    count = arguments.num_requests or (None if arguments.thorough else few)
+    return [dataclasses.replace(load, requests=count or load.requests) for load in loads]
 
 
 def _rates(runs: Runs) -> list[float]:
@@ -104,11 +138,15 @@ def _relative(runs: Runs, to: Runs) -> str:
 # --- one memory -----------------------------------------------------------------------------------------------------
 
 
-def _parts(profile: StepProfile, arguments: Arguments) -> Iterator[_Part]:
+def _parts(profile: StepProfile, _: list[int], arguments: Arguments, waiting: Waiting) -> Iterator[_Part]:
     from octavo.lab.simulate.swap_or_recompute import SHARED_LOADS, at_equal_memory
 
-    for load in _sized(SHARED_LOADS, arguments):
-        rows = list(at_equal_memory(profile, load, _seeds(arguments)))
+    for load in _sized(SHARED_LOADS, arguments, _FEW_SHARED):
+        waiting.phase(f"one memory, {load.name}")
+        rows = []
+        for row in at_equal_memory(profile, load, _seeds(arguments)):
+            rows.append(row)
+            waiting.add()
         title = f"{load.name}, {load.requests} requests at once, {load.blocks} blocks in all, {arguments.repeats} runs"
         yield title, rows, _shared_table(rows)
 
@@ -135,7 +173,7 @@ def _shared_table(rows: list[Runs]) -> str:
 # --- across a link --------------------------------------------------------------------------------------------------
 
 
-def _link_parts(profile: StepProfile, copies: list[int], arguments: Arguments) -> Iterator[_Part]:
+def _link_parts(profile: StepProfile, copies: list[int], arguments: Arguments, waiting: Waiting) -> Iterator[_Part]:
     from octavo.lab.simulate.swap_or_recompute import CONTEXTS, LINK_LOADS, one_preemption, with_link
 
     linked = {n: with_link(profile, arguments.link_gb_s, n, arguments.copy_us * 1e-6) for n in copies}
@@ -143,8 +181,9 @@ def _link_parts(profile: StepProfile, copies: list[int], arguments: Arguments) -
     ones = {(n, c): one_preemption(of_link, c) for n, of_link in linked.items() for c in contexts}
     title = f"one request alone, out and in over {arguments.link_gb_s:g} GB/s against computed again, ms"
     yield title, [{"copies": n, "figures": one} for (n, _), one in ones.items()], _one_table(ones)
-    for load in _sized(LINK_LOADS, arguments):
-        rows = _link_rows(load, linked, _seeds(arguments))
+    for load in _sized(LINK_LOADS, arguments, _FEW_LINK):
+        waiting.phase(f"across a link, {load.name}")
+        rows = _link_rows(load, linked, _seeds(arguments), waiting)
         title = f"{load.name}, {load.requests} requests at once, {arguments.repeats} runs"
         yield title, [{"copies": n, "figures": runs} for row in rows for n, runs in row], _link_table(copies, rows)
 
@@ -162,17 +201,21 @@ def _one_table(ones: Mapping[tuple[int, int], OnePreemption]) -> str:
     return markdown_table(header, lines)
 
 
-def _link_rows(load: Load, linked: Mapping[int, StepProfile], seeds: Sequence[int]) -> list[list[tuple[int, Runs]]]:
+def _link_rows(
+    load: Load, linked: Mapping[int, StepProfile], seeds: Sequence[int], waiting: Waiting
+) -> list[list[tuple[int, Runs]]]:
     """By block size: (copies, runs) of recomputing with the prefix cache and without it, then of swap and auto."""
     from octavo.lab.simulate.swap_or_recompute import RUN_SIZES, across_link
 
     rows = []
     for size in RUN_SIZES:
         [first, *_] = linked.items()
-        row = [
-            (first[0], across_link(first[1], load, size, "recompute", seeds, prefix_cache=on)) for on in (True, False)
-        ]
-        row += [(n, across_link(p, load, size, mode, seeds)) for n, p in linked.items() for mode in ("swap", "auto")]
+        settings = [(*first, "recompute", on) for on in (True, False)]
+        settings += [(n, p, mode, True) for n, p in linked.items() for mode in ("swap", "auto")]
+        row = []
+        for n, p, mode, on in settings:
+            row.append((n, across_link(p, load, size, mode, seeds, prefix_cache=on)))
+            waiting.add()
         rows.append(row)
     return rows
 

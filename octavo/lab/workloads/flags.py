@@ -20,12 +20,13 @@ poisson:RATE, gamma:RATE,BURSTINESS, fixed:RATE, at-once, ticks:RATE[,SECONDS], 
 steps:SECONDS,RATE,RATE,...; a trace is CSV with the columns arrival_time,input_tokens,output_tokens (or those of the
 Azure LLM inference traces), or JSONL. With a rate a trace gives the requests but not their times."""
 
-_DEFAULT_REQUESTS = 100
+#: Requests of a workload, unless a command has another number.
+DEFAULT_REQUESTS = 100
 _DEFAULT_THINK, _DEFAULT_CONTEXT = Conversations.think, Conversations.max_context
 
 
-def add_workload_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that ``make_workload`` reads; all have defaults.
+def add_workload_flags(parser: argparse.ArgumentParser, requests: int = DEFAULT_REQUESTS) -> None:
+    """Adds the flags that ``make_workload`` reads; all have defaults, ``requests`` that of their number.
 
     ``--seed`` is not among them: commands with the engine's options have it already, others call ``add_seed_flag``.
     """
@@ -35,7 +36,7 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     add("--arrivals", metavar="ARRIVALS", help="poisson, gamma, fixed, ticks, or with their rate (poisson)")
     add("--burstiness", type=float, metavar="B", help="shape of gamma gaps: 1 is Poisson, less is bursty (1)")
     add = parser.add_argument_group("requests").add_argument
-    add("--num-requests", "--requests", type=int, metavar="N", help="how many (100, or the whole trace)")
+    add("--num-requests", "--requests", type=int, metavar="N", help=f"how many ({requests}, or the whole trace)")
     add("--trace", type=Path, metavar="PATH", help="CSV or JSONL file of requests and times")
     add("--input-len", default="128", metavar="LEN", help="length of prompts in tokens (128)")
     add("--output-len", default="128", metavar="LEN", help="tokens to generate (128)")
@@ -66,8 +67,8 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make_workload(arguments: argparse.Namespace, seed: int) -> Workload:
-    """The workload that the flags describe; reads the trace.
+def make_workload(arguments: argparse.Namespace, seed: int, requests: int = DEFAULT_REQUESTS) -> Workload:
+    """The workload that the flags describe, of so many ``requests`` unless a flag says how many; reads the trace.
 
     Raises:
         ConfigError: a flag's value is wrong, or the trace is.
@@ -86,7 +87,7 @@ def make_workload(arguments: argparse.Namespace, seed: int) -> Workload:
         turns = parse_turns(arguments.turns)
         conversations = Conversations(turns, arguments.think_time, arguments.max_context)
     return Workload(
-        requests=arguments.num_requests or (len(trace) if trace is not None else _DEFAULT_REQUESTS),
+        requests=arguments.num_requests or (len(trace) if trace is not None else requests),
         arrivals=_arrivals(arguments),
         inputs=parse_inputs(arguments.input_len),
         outputs=parse_outputs(arguments.output_len),

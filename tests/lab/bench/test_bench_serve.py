@@ -338,6 +338,14 @@ def test_chunks_are_counted_where_usage_is_missing(server: FakeServer, tmp_path:
     assert (report["completed"], report["without_usage"], report["output_tokens"]) == (2, 2, 10)
 
 
+@pytest.mark.parametrize(("words", "count"), [([], 40), (["--thorough"], 100), (["--num-requests", "3"], 3)])
+def test_a_first_look_is_short(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], count: int
+) -> None:
+    assert bench(server, tmp_path, *words, "--output-len", "1")["completed"] == count
+    assert f"{count} requests of 8 clients" in capsys.readouterr().err
+
+
 def test_a_table_and_a_plot(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "run.png"

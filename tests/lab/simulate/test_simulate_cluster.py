@@ -30,7 +30,7 @@ def test_a_cluster_is_simulated_with_everything_that_can_happen_to_it(
 
 def test_a_plan_prints_what_was_tried_and_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
-    call = ["simulate", "plan", *WORDS, "--tpot-limit", "6.5"]
+    call = ["simulate", "plan", *WORDS, "--tpot-limit", "6.5", "--thorough"]
     assert main(call) == 0
     lines = capsys.readouterr().out.splitlines()
     assert main([*call, "--json", str(file)]) == 0
@@ -41,6 +41,17 @@ def test_a_plan_prints_what_was_tried_and_the_answer(tmp_path: Path, capsys: pyt
     assert len(lines) == 3 + sum(1 + len(each["tried"]) for each in plan["plans"])
     assert main(["simulate", "plan", *WORDS, "--ttft-limit", "0.001", "--most", "2"]) == 1
     assert "even alone" in capsys.readouterr().out
+
+
+def test_a_plan_is_a_first_look_unless_it_shall_be_thorough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["simulate", "plan", *WORDS, "--tpot-limit", "6.5"]
+    at = call.index("--num-requests")
+    del call[at : at + 2]
+    assert main([*call, "--json", "-"]) == 0
+    said = capsys.readouterr()
+    plan = json.loads(said.out)
+    assert (plan["requests"], plan["seeds"], plan["settled"]) == (1000, [0], None)
+    assert "1000 requests, seed 0" in said.err
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,11 @@ class Lab:
         policies: Sequence[str],
         repeats: int,
         ended: Callable[[ScenarioRow], object],
+        begins: Callable[[str, str], object] = lambda place, scenario: None,
     ) -> list[ScenarioRow]:
         """All rows; ``ended`` is called with the row that has got another run.
+
+        ``begins`` is called with a place and a scenario before its policies run.
 
         Repeats are the outermost loop and policies the innermost, so that a machine that becomes slower or faster
         meanwhile does so for all policies. Repeat ``i`` has the seed ``seed + i``: all policies get the same items.
@@ -90,6 +93,7 @@ class Lab:
         for repeat in range(repeats):
             for place in self._places.values():
                 for scenario in scenarios:
+                    begins(place.name, scenario.name)
                     for row in self._repeat(place, scenario, policies, self._seed + repeat):
                         kept = rows.setdefault((row.place, row.scenario, row.policy), row)
                         if kept is not row:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ _MOST_DRAWS = 1000
 _SHARES = (0.5, 0.7, 0.85, 0.95, 1.05, 1.2)
 _FURTHER, _MOST_FURTHER = 1.25, 10
 _BISECTIONS = 3
+#: Runs of an allocator, where none of ``_MOST_FURTHER`` is needed: also with all requests at the start, and the census.
+RUNS = len(_SHARES) + _BISECTIONS + 2
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -145,18 +148,25 @@ def make_engine(setting: Setting, allocator: str, **options: Any) -> SimulatedEn
     return engine
 
 
-def find_curve(setting: Setting, allocator: str, limit: float) -> tuple[float, list[Point]]:
+def find_curve(
+    setting: Setting, allocator: str, limit: float, ended: Callable[[], object] = lambda: None
+) -> tuple[float, list[Point]]:
     """The highest rate found whose normalized latency is under the limit in seconds, and all rates measured.
+
+    ``ended`` is called after each run.
 
     Raises:
         ConfigError: the lowest rate is not under the limit, or every rate is.
     """
 
     def at(rate: float) -> Point:
-        return Point(rate, measure(setting, allocator, setting.load(rate)).normalized_latency)
+        point = Point(rate, measure(setting, allocator, setting.load(rate)).normalized_latency)
+        ended()
+        return point
 
     count = len(setting.lengths)
     at_once = measure(setting, allocator, Workload(requests=count, trace=setting.lengths))
+    ended()
     points = [at(share * 0.9 * count / at_once.most_ended) for share in _SHARES]
     for _ in range(_MOST_FURTHER):
         if points[-1].normalized_latency > limit:
@@ -177,13 +187,25 @@ def find_curve(setting: Setting, allocator: str, limit: float) -> tuple[float, l
     return low, sorted(points, key=lambda point: point.rate)
 
 
-def compare(setting: Setting, limit: float, rate: float | None = None) -> AllocatorComparison:
+def compare(
+    setting: Setting,
+    limit: float,
+    rate: float | None = None,
+    begins: Callable[[str], object] = lambda allocator: None,
+    ended: Callable[[], object] = lambda: None,
+) -> AllocatorComparison:
     """All allocators; batches and memory are counted at ``rate``, or the one that the paged cache has at the limit.
+
+    ``begins`` is called with each allocator before its runs, ``ended`` after each run, of which there are about
+    ``RUNS`` for each allocator.
 
     Raises:
         ConfigError: see ``find_curve``.
     """
-    curves = {allocator: find_curve(setting, allocator, limit) for allocator in ALLOCATORS}
+    curves = {}
+    for allocator in ALLOCATORS:
+        begins(allocator)
+        curves[allocator] = find_curve(setting, allocator, limit, ended)
     rate = rate or curves["paged"][0]
     load = setting.load(rate)
     last = max(item.at for item in load)
@@ -191,6 +213,7 @@ def compare(setting: Setting, limit: float, rate: float | None = None) -> Alloca
     for allocator, (highest, curve) in curves.items():
         census = Census(last / 10, last)
         measure(setting, allocator, load, census)
+        ended()
         found.append(AllocatorFigures(allocator, highest, curve, census.batch, census.shares))
     count = len(setting.lengths)
     means = sum(setting.lengths.inputs) / count, sum(setting.lengths.outputs) / count

@@ -108,7 +108,7 @@ def plan_traffic(
         items = replace(load, requests=requests, seed=seed)
         return plan_replicas(spec, options, items, share=share, most=most, start=start, on_tried=on_tried)
 
-    count, settled = (_first(load), False) if settle else (len(load), None)
+    count, settled = (first_requests(load), False) if settle else (len(load), None)
     found = plan(count, load.seed, 1)
     while settle and found.replicas is not None and not settled and 2 * count <= _MOST:
         before, count = found, 2 * count
@@ -124,8 +124,8 @@ def plan_traffic(
     return TrafficPlan(replicas=enough, requests=count, seeds=seeds, plans=plans, settled=settled)
 
 
-def _first(load: Workload) -> int:
-    """Requests to begin with."""
+def first_requests(load: Workload) -> int:
+    """Requests to begin with where their number is to be found: at least two periods of arrivals that vary."""
     arrivals = load.arrivals
     period = arrivals.period if isinstance(arrivals, Day) else 0.0
     if isinstance(arrivals, Steps):
