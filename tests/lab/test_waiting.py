@@ -76,7 +76,7 @@ def test_simulations_announce_their_phases(tmp_path: Path, capsys: Capture) -> N
     said = capsys.readouterr()
     assert json.loads(said.out)["repeats"] == 1
     first, *phases = said.err.splitlines()
-    assert "42 simulations, about " in first
+    assert "42 simulations" in first and ", about " in first
     assert [line.split(", ")[1].split(" (")[0] for line in phases] == ["short", "long prompts", "long answers"]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from octavo.cli.engine_flags import add_engine_flags, read_engine_config, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, check_range, write_json
 from octavo.core.errors import ConfigError
+from octavo.lab.commands.waiting import Waiting
 
 if TYPE_CHECKING:
     from octavo.lab.bench.allocators import AllocatorCase, AllocatorRun
@@ -51,6 +52,7 @@ def make_parser() -> Parser:
 def run(arguments: Arguments) -> int:
     """Measures and prints tables in Markdown; JSON has every run."""
     from octavo.lab.bench.allocators import CASES, make_options, measure
+    from octavo.lab.simulate.allocators.comparison import ALLOCATORS
     from octavo.lab.simulate.step_profile import load_profile
 
     model = take_model(arguments)
@@ -63,7 +65,12 @@ def run(arguments: Arguments) -> int:
     profile = None if arguments.profile == "none" else load_profile(arguments.profile)
     cases = [CASES[name] for name in names]
     options = make_options(read_engine_config(arguments, model), cases)
-    runs = list(measure(options, cases, repeats=arguments.repeats, share=arguments.requests_share, profile=profile))
+    total = len(cases) * len(ALLOCATORS) * arguments.repeats
+    runs: list[AllocatorRun] = []
+    with Waiting(f"{total} runs", total, skip=1) as waiting:  # the first run loads the model
+        for each in measure(options, cases, repeats=arguments.repeats, share=arguments.requests_share, profile=profile):
+            runs.append(each)
+            waiting.add()
     if arguments.json is not None:
         write_json(arguments.json, {**arguments.plain("json"), "runs": runs})
     if arguments.json != "-":

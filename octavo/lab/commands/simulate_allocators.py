@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, check_positive, check_range, refuse_words, write_json
-from octavo.lab.commands.waiting import Waiting, add_thorough_flag, seconds_here
+from octavo.lab.commands.waiting import FIRST_LOOK, Waiting, add_thorough_flag, seconds_here
 
 if TYPE_CHECKING:
     from octavo.lab.simulate.allocators.comparison import AllocatorComparison
@@ -24,7 +24,7 @@ true length of each request, pow2 at most twice its output, max the model's cont
 #: Fits of the paper's traces, see octavo/lab/workloads/lengths.py; and how many requests a run has, unless it is given:
 #: for a first look, and with ``--thorough``.
 TRACES = {"chat": "ShareGPT", "instruct": "Alpaca"}
-_FEW_REQUESTS = {"chat": 200, "instruct": 400}
+_FEW_REQUESTS = {"chat": 250, "instruct": 1000}
 _REQUESTS = {"chat": 1000, "instruct": 3000}
 #: Cost of a request in a run, in units of ``seconds_here``.
 _COST = {"chat": 0.23, "instruct": 0.06}
@@ -40,10 +40,10 @@ def make_parser() -> Parser:
         epilog=EXAMPLE,
     )
     add = parser.add_argument
-    add("--lengths", choices=(*TRACES, "both"), default="both", help="chat (ShareGPT) and instruct (Alpaca) (both)")
+    add("--lengths", choices=(*TRACES, "both"), help="chat (ShareGPT), instruct (Alpaca) or both (chat)")
     add("--profile", default="opt-13b-a100", metavar="NAME|FILE", help="costs of steps, memory (opt-13b-a100)")
-    add("--num-requests", type=int, metavar="N", help="requests of each run (200 of chat, 400 of instruct)")
-    add_thorough_flag(parser, "1000 requests of chat, 3000 of instruct")
+    add("--num-requests", type=int, metavar="N", help="requests of each run (250 of chat, 1000 of instruct)")
+    add_thorough_flag(parser, "both kinds of lengths, 1000 requests of chat and 3000 of instruct")
     add(
         "--latency-limit",
         type=float,
@@ -77,13 +77,15 @@ def run(arguments: Arguments) -> int:
     if arguments.plots is not None:
         load_matplotlib()
     profile = load_profile(arguments.profile)
-    traces = TRACES if arguments.lengths == "both" else (arguments.lengths,)
+    lengths = arguments.lengths or ("both" if arguments.thorough else "chat")
+    traces = TRACES if lengths == "both" else (lengths,)
     counts = _REQUESTS if arguments.thorough else _FEW_REQUESTS
     requests = {trace: arguments.num_requests or counts[trace] for trace in traces}
     runs = RUNS * len(ALLOCATORS)
     seconds = seconds_here(sum(runs * count * _COST[trace] for trace, count in requests.items()))
     comparisons = {}
-    with Waiting(f"about {runs * len(requests)} simulations", runs * len(requests), seconds=seconds) as waiting:
+    what = f"about {runs * len(requests)} simulations{'' if arguments.thorough else FIRST_LOOK}"
+    with Waiting(what, runs * len(requests), seconds=seconds) as waiting:
         for trace, count in requests.items():
 
             def begins(allocator: str, trace: str = trace) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, check_positive, check_range, refuse_words, write_json
 from octavo.core.errors import ConfigError
-from octavo.lab.commands.waiting import Waiting, add_thorough_flag, seconds_here
+from octavo.lab.commands.waiting import FIRST_LOOK, Waiting, add_thorough_flag, seconds_here
 
 if TYPE_CHECKING:
     from octavo.lab.simulate.step_profile import StepProfile
@@ -104,7 +104,8 @@ def _waiting(profiles: Iterable[StepProfile], copies: list[int], arguments: Argu
         total += settings * len(loads)
         requests = sum(load.requests for load in loads)
         cost += settings * requests * arguments.repeats * (_COST_LINK if is_gpu else _COST_SHARED)
-    return Waiting(f"{total * arguments.repeats} simulations", total, seconds=seconds_here(cost))
+    look = "" if arguments.thorough else FIRST_LOOK
+    return Waiting(f"{total * arguments.repeats} simulations{look}", total, seconds=seconds_here(cost))
 
 
 def _whole_numbers(text: str) -> list[int]:

@@ -9,6 +9,8 @@ from typing import Any, Self
 from octavo.cli.parsing import Parser
 from octavo.cli.terminal_text import notice
 
+#: For the first line of a run with few requests.
+FIRST_LOOK = " (a first look; --thorough for figures to publish)"
 #: Steps of the loop whose time is the unit of ``seconds_here``.
 _STEPS = 200_000
 #: How often it is run: for a tenth of a second, in which other processes have their turns.
