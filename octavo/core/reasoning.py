@@ -14,6 +14,8 @@ class ReasoningMarks(msgspec.Struct, frozen=True, omit_defaults=True):
     begins_inside: bool = False
     #: Whether the output begins within reasoning; None: as the end of the prompt says.
     inside: bool | None = None
+    #: Texts that end reasoning which was not closed before them, and are the beginning of what follows it.
+    interrupts: tuple[str, ...] = ()
 
     def opened_by(self, prompt: str) -> bool:
         """Whether the answer to a prompt begins within reasoning."""
@@ -33,3 +35,5 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
     end: int
     #: Whether the output begins within it.
     inside: bool
+    #: Tokens that end it too, though they do not belong to it.
+    interrupts: list[int] = []

@@ -228,7 +228,7 @@ class ServerOptions(BaseModel):
     tool_call_parser: str = Field(
         "auto",
         description="How the model writes calls of tools: auto (as its chat template says), none, hermes, llama3_json, "
-        "mistral, pythonic, deepseek, gemma, functiongemma, qwen3_coder, granite, or module:Class.",
+        "mistral, pythonic, deepseek, gemma, functiongemma, qwen3_coder, granite, phi4_mini_json, or module:Class.",
     )
     reasoning_parser: str = Field(
         "auto",

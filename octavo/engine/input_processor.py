@@ -219,7 +219,9 @@ class InputProcessor:
             )
         start = self.tokenizer.encode(marks.start, add_special_tokens=False)
         before = self.tokenizer.decode(ids[-_MARK_TOKENS:], skip_special_tokens=False) if text is None else text
-        return ThinkingBudget(most, start, end, marks.opened_by(before))
+        # One that is several tokens does not end what is counted, but for the text.
+        interrupts = [i for text in marks.interrupts if (i := self.tokenizer.convert_tokens_to_ids(text)) is not None]
+        return ThinkingBudget(most, start, end, marks.opened_by(before), interrupts)
 
     def _task(
         self,

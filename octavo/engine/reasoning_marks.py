@@ -6,9 +6,10 @@ from octavo.core.reasoning import ReasoningMarks
 
 #: By the name that ``--reasoning-parser`` gives.
 REASONING_MARKS = {
-    # Most models; the second without its beginning, as those that it is of begin within it.
-    "qwen3": ReasoningMarks("<think>", "</think>"),
-    "deepseek_r1": ReasoningMarks("<think>", "</think>", begins_inside=True),
+    # Most models; the second without its beginning, as those that it is of begin within it. Some call a tool without
+    # closing their reasoning (Qwen3, Qwen 3.5).
+    "qwen3": ReasoningMarks("<think>", "</think>", interrupts=("<tool_call>",)),
+    "deepseek_r1": ReasoningMarks("<think>", "</think>", begins_inside=True, interrupts=("<tool_call>",)),
     # Magistral, Ministral 3
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
     # Gemma 4

@@ -42,7 +42,7 @@ class ThinkingMask:
         for i in range(len(tokens) - (len(token_ids) - self._position), len(tokens)):
             if not self._inside:
                 self._inside = i + 1 >= width and tokens[i + 1 - width : i + 1] == budget.start
-            elif tokens[i] == budget.end:
+            elif tokens[i] == budget.end or tokens[i] in budget.interrupts:
                 self._inside = False
             else:
                 self._count += 1

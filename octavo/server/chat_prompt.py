@@ -60,6 +60,10 @@ async def make_chat_prompt(
         state = reasoning.state_after(text, continues=body.continue_final_message is True)
         if _has_form(body, tools):
             text, state, begins_after = await _before_form(service, body, tools, reasoning, state, template, text)
+    interrupts: tuple[str, ...] = ()
+    # A form that binds after the reasoning waits for the mark that ends it: calls before it would not have it.
+    if reasoning is not None and tool_parser is not None and not begins_after:
+        interrupts = tuple(dict.fromkeys((*reasoning.interrupts, *tool_parser.begins)))
     markers = tool_parser.markers if tool_parser else ()
     markers += (reasoning.start, reasoning.end) if reasoning else ()
     separates = body.separate_reasoning is not False and body.reasoning_format != "none"
@@ -69,7 +73,7 @@ async def make_chat_prompt(
         call_format,
         (reasoning, state) if reasoning is not None and separates else None,
         visible_tokens(service.llm.tokenizer, markers) if markers else frozenset(),
-        reasoning.marks(state is Thinking.INSIDE) if reasoning else None,
+        reasoning.marks(state is Thinking.INSIDE, interrupts) if reasoning else None,
         begins_after,
     )
 

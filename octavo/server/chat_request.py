@@ -83,6 +83,8 @@ class Chat:
     _tools: RequestTools
     _tool_parser: type[ToolParser] | None
     _reasoning: tuple[type[ReasoningParser], Thinking] | None
+    #: Texts that end reasoning which was not closed.
+    _interrupts: tuple[str, ...]
     #: Whether the form of the answer is made of the schemas of tools.
     _form_has_tools: bool
     #: Of each choice that has begun.
@@ -126,7 +128,8 @@ class Chat:
         parser = self._parsers.get(completion.index)
         if parser is None:
             parser = self._parsers[completion.index] = self._parser(output)
-        events = parser.feed(completion.text, completion.token_ids, completion.finished)
+        cut = completion.finish_reason == "length"
+        events = parser.feed(completion.text, completion.token_ids, completion.finished, cut=cut)
         if any(isinstance(event, ToolCallStart) for event in events):
             self._calling.add(completion.index)
         if self._reasoning is not None:
@@ -140,11 +143,14 @@ class Chat:
         if self._tool_parser is not None:
             tools = self._tool_parser(self._tools.callable, parallel=self._tools.parallel)
             tools.calls_alone = self._tools.must_call
+            tools.strict = self._tools.strict
         if self._reasoning is None:
             return ChatParser(tools=tools)
         kind, state = self._reasoning
         decode = TextStream(self.generation.service.llm.tokenizer, output.prompt_token_ids, skip_special_tokens=False)
-        return ChatParser(kind(state), tools, decode=decode)
+        reasoning = kind(state)
+        reasoning.interrupts = self._interrupts
+        return ChatParser(reasoning, tools, decode=decode)
 
     def _finish_reason(self, completion: CompletionOutput) -> FinishReason | None:
         """As OpenAI's API gives it: a call of the function that the request names is no reason of its own."""
@@ -187,7 +193,8 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
         reasoning=prompt.marks,
     )
     has_tools = _constrain(service, generation.params, prompt, tools)
-    return Chat(body, generation, top, tools, prompt.tool_parser, prompt.reasoning, has_tools)
+    interrupts = () if prompt.marks is None else prompt.marks.interrupts
+    return Chat(body, generation, top, tools, prompt.tool_parser, prompt.reasoning, interrupts, has_tools)
 
 
 def _constrain(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo import LLM, InvalidRequestError, SamplingParams
+from octavo.core.reasoning import ThinkingBudget
 from octavo.engine.reasoning_marks import REASONING_MARKS
+from octavo.sampling.thinking_mask import ThinkingMask
 from tests.grammar_cases import PERSON, json_form, load
 from tests.special_model import make_special_model
 
@@ -37,6 +40,14 @@ def marks(llm: LLM) -> tuple[int, int]:
     start, end = (llm.get_tokenizer().convert_tokens_to_ids(text) for text in ("<think>", "</think>"))
     assert isinstance(start, int) and isinstance(end, int)
     return start, end
+
+
+def test_what_ends_the_reasoning_without_its_mark_ends_the_budget_too() -> None:
+    start, end, call = 1, 2, 3
+    output = [7, 7, call, 7, 7]
+    for interrupts, ends in ([], True), ([call], False):
+        mask = ThinkingMask(ThinkingBudget(3, [start], end, True, interrupts), num_prompt=1, vocab_size=8)
+        assert (mask.bitmask(np.array([0, *output], np.int32)) is not None) is ends
 
 
 def work(marks: tuple[int, int], budgets: list[int | None]) -> tuple[list[str], list[SamplingParams]]:

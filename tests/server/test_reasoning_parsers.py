@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.core.errors import ConfigError
+from octavo.engine.text_stream import TextStream
 from octavo.server.chat_formats import ChatFormats
+from octavo.server.chat_output import collect
+from octavo.server.chat_parser import ChatParser
 from octavo.server.reasoning_parsers import REASONING_PARSERS, find_reasoning_parser, load_reasoning_parser
 from octavo.server.reasoning_parsers.reasoning_parser import ReasoningParser, Thinking
+from octavo.server.tool_parsers import TOOL_PARSERS
 from tests.server.marked_reasoning import IssueReasoning
+from tests.server.recorded_calls import RECORDED, TOOLS
 
 Think = REASONING_PARSERS["qwen3"]
 BEFORE, INSIDE, AFTER = Thinking.BEFORE, Thinking.INSIDE, Thinking.AFTER
@@ -25,6 +32,10 @@ CASES = [
     (INSIDE, "Why? </thi", "Why? </thi", ""),
     (INSIDE, "\n\n</think>", "", ""),
     (INSIDE, "a</think>b</think>c", "a", "b</think>c"),
+    (INSIDE, "Why?\n<tool_call>{}</tool_call>", "Why?", "<tool_call>{}</tool_call>"),
+    (BEFORE, "<think>Why?<tool_call>{}</think>", "Why?", "<tool_call>{}</think>"),
+    (INSIDE, "Why?</think><tool_call>", "Why?", "<tool_call>"),
+    (INSIDE, "Why? <tool_cal", "Why? <tool_cal", ""),
     (AFTER, "\n<think>a</think>", "", "\n<think>a</think>"),
     (AFTER, "", "", ""),
 ]
@@ -46,6 +57,49 @@ def test_reasoning_is_told_from_the_answer_wherever_the_text_is_cut(
     assert split(state, list(text)) == (thought, answer)
 
 
+class Letters:
+    """Decodes tokens that are characters."""
+
+    def push(self, token_id: int) -> str:
+        return chr(token_id)
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("why</think>so", 11), ("why<tool_call>{}</tool_call>", 3), ("why", 3), ("why<tool", 8)]
+)
+def test_the_tokens_of_the_reasoning_are_those_before_what_ends_it(text: str, tokens: int, size: int) -> None:
+    parser = ChatParser(Think(INSIDE), decode=cast(TextStream, Letters()))
+    for i in range(0, len(text), size):
+        parser.feed(text[i : i + size], [ord(letter) for letter in text[i : i + size]], False)
+    assert parser.reasoning_tokens == tokens
+
+
+@pytest.mark.parametrize("calls", sorted(TOOL_PARSERS))
+@pytest.mark.parametrize("cut", [False, True])
+@settings(max_examples=25)
+@given(kind=st.sampled_from(sorted(REASONING_PARSERS)), state=st.sampled_from(Thinking), data=st.data())
+def test_reasoning_and_calls_are_told_apart_wherever_the_text_is_cut(
+    calls: str, cut: bool, kind: str, state: Thinking, data: st.DataObject
+) -> None:
+    marks, tools = REASONING_PARSERS[kind], TOOL_PARSERS[calls]
+    parts = ["why", "\n", "1 < 2", "\u00e9", marks.start, marks.end, *tools.begins]
+    parts += [case[0] for case in RECORDED[calls]]
+    text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=6)))
+    text = text[: data.draw(st.integers(0, len(text)))]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+
+    def message(pieces: list[str]) -> tuple[str | None, str | None, list[tuple[str, str]]]:
+        reasoning = marks(state)
+        reasoning.interrupts = tuple(dict.fromkeys((*marks.interrupts, *tools.begins)))
+        parser = ChatParser(reasoning, tools(TOOLS))
+        events = [event for piece in pieces for event in parser.feed(piece, [], False)]
+        found = collect(events + parser.feed("", [], True, cut=cut))
+        return found.content, found.reasoning, [(call.name, call.arguments) for call in found.tool_calls]
+
+    assert message([text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == message([text])
+
+
 @settings(max_examples=100)
 @given(
     kind=st.sampled_from(sorted(REASONING_PARSERS)),
@@ -55,6 +109,7 @@ def test_reasoning_is_told_from_the_answer_wherever_the_text_is_cut(
 def test_any_text_cut_anywhere_gives_the_same_parts(kind: str, state: Thinking, data: st.DataObject) -> None:
     parser = REASONING_PARSERS[kind]
     parts = [parser.start, parser.end, parser.start[:3], parser.end[:-1], " ", "\n", "a", "<"]
+    parts += [part for text in parser.interrupts for part in (text, text[:-1])]
     text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=12)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]

@@ -23,14 +23,14 @@ def message(events: list[ChatEvent]) -> Message:
     return parts.content, [(call.name, call.arguments) for call in parts.tool_calls]
 
 
-def whole(name: str, text: str, **options: Any) -> Message:
-    return message(TOOL_PARSERS[name](TOOLS, **options).feed(text, True))
+def whole(name: str, text: str, *, cut: bool = False, **options: Any) -> Message:
+    return message(TOOL_PARSERS[name](TOOLS, **options).feed(text, True, cut=cut))
 
 
-def in_pieces(name: str, pieces: list[str]) -> Message:
+def in_pieces(name: str, pieces: list[str], *, cut: bool = False) -> Message:
     parser = TOOL_PARSERS[name](TOOLS)
     events = [event for piece in pieces for event in parser.feed(piece, False)]
-    return message(events + parser.feed("", True))
+    return message(events + parser.feed("", True, cut=cut))
 
 
 CASES = [(name, *case) for name, cases in RECORDED.items() for case in cases]
@@ -70,6 +70,74 @@ def test_where_a_text_is_cut_changes_nothing(name: str, text: str) -> None:
 def test_a_text_that_breaks_off_is_read_the_same_streamed(name: str, text: str) -> None:
     for i in range(len(text)):
         assert in_pieces(name, list(text[:i])) == whole(name, text[:i])
+        assert in_pieces(name, list(text[:i]), cut=True) == whole(name, text[:i], cut=True)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_a_call_that_is_cut_leaves_nothing_of_its_notation_in_the_content(
+    name: str, text: str, content: str | None, calls: list[tuple[str, dict[str, Any]]]
+) -> None:
+    whole_arguments = [json.dumps(arguments, separators=(",", ":")) for _, arguments in whole(name, text)[1]]
+    names = [function for function, _ in calls]
+    for i in range(len(text)):
+        found, cut_calls = whole(name, text[:i], cut=True)
+        assert (content or "").startswith((found or "").rstrip()), i
+        assert [function for function, _ in cut_calls] == names[: len(cut_calls)], i
+        for (_, arguments), expected in zip(cut_calls[:-1], whole_arguments, strict=False):
+            assert json.dumps(arguments, separators=(",", ":")) == expected, i
+        if cut_calls:  # one that has begun is given whatever ended the text
+            assert (content or "").startswith((whole(name, text[:i])[0] or "").rstrip()) or len(calls) > len(
+                cut_calls
+            ), i
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("qwen3_coder", "<tool_call><function=add>\n<parameter=a>1</parameter>\n<parameter=b>\n[1, 2", '{"a": 1'),
+        ("qwen3_coder", "<function=get_weather>\n<para", "{"),
+        ("gemma", '<|tool_call>call:get_weather{days:2,city:<|"|>Ro', '{"days": 2'),
+        ("functiongemma", "<start_function_call>call:get_weather{days:2,city:<escape>Ro<esc", '{"days": 2'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}, "id": "x', '{"a": 1}'),
+        ("hermes", '<tool_call>[{"name": "add", "arguments": {"a": 1}}, {"name": "ad', '{"a": 1}'),
+    ],
+)
+def test_a_call_that_has_begun_is_given_without_the_argument_that_is_cut(name: str, text: str, arguments: str) -> None:
+    [function] = [function for function in TOOLS if function in text]
+    for cut in (False, True):
+        assert whole(name, text, cut=cut) == (None, [(function, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("hermes", 'Yes. <tool_call>{"name": "ad', "Yes."),
+        ("hermes", "Yes. <tool", "Yes."),
+        ("hermes", "Yes. ", "Yes. "),
+        ("hermes", '<tool_call>{"name": "other", "arguments": {"a": 1}', None),
+        ("llama3_json", '{"name": "ad', None),
+        ("llama3_json", 'As {"title": ["a", "b', 'As {"title": ["a", "b'),
+        ("pythonic", "[add(a=1", None),
+        ("pythonic", "[1, 2", "[1, 2"),
+    ],
+)
+def test_what_may_begin_a_call_is_left_out_where_the_text_is_cut(name: str, text: str, content: str | None) -> None:
+    found = whole(name, text, cut=True)
+    if "other" in text:  # turned out to be no call before it was cut
+        assert found == (text, [])
+    else:
+        assert found == (content, [])
+    assert whole(name, text) == (text, [])
+
+
+def test_a_strict_function_is_called_in_text_only_where_a_grammar_sees_it() -> None:
+    parser = TOOL_PARSERS["llama3_json"](TOOLS)
+    parser.strict = frozenset({"add"})
+    call = '{"name": "add", "parameters": {"a": 1}}'
+    assert message(parser.feed(f"So: {call}", True)) == (f"So: {call}", [])
+    parser = TOOL_PARSERS["llama3_json"](TOOLS)
+    parser.strict = frozenset({"add"})
+    assert message(parser.feed(call, True)) == (None, [("add", '{"a": 1}')])
 
 
 FRAGMENTS = [
@@ -91,6 +159,7 @@ def test_any_text_cut_anywhere_gives_the_same_message(name: str, data: st.DataOb
     pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     found = in_pieces(name, pieces)
     assert found == whole(name, text)
+    assert in_pieces(name, pieces, cut=True) == whole(name, text, cut=True)
     if not found[1]:  # without a call nothing is lost
         assert (found[0] or "") == text
 
@@ -148,6 +217,8 @@ SIGNS = {
     "{{ '<|tool_call>call:' + name }}": "gemma",
     "{{ '<start_function_call>' }}": "functiongemma",
     "respond only with <|tool_call|> followed by": "granite",
+    "formatted as functools[{...}, ...]": "phi4_mini_json",
+    "{{ '<|tool_call|>' + calls + '<|/tool_call|>' }}": "phi4_mini_json",
     "[func_name1(params_name1=params_value1)]": "pythonic",
     '{"name": function name, "parameters": dictionary of argument name and its value}': "llama3_json",
 }

@@ -9,7 +9,8 @@ from octavo.server.reasoning_parsers.reasoning_parser import ReasoningParser
 
 
 def _parser(name: str, marks: ReasoningMarks) -> type[ReasoningParser]:
-    fields = {"start": marks.start, "end": marks.end, "begins_inside": marks.begins_inside}
+    fields: dict[str, object] = {"start": marks.start, "end": marks.end, "begins_inside": marks.begins_inside}
+    fields["interrupts"] = marks.interrupts
     return type(name, (ReasoningParser,), {"__doc__": f"{marks.start} ... {marks.end}", **fields})
 
 

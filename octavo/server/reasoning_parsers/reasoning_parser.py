@@ -21,13 +21,16 @@ class Thinking(enum.Enum):
 class ReasoningParser:
     """The reasoning at the beginning of one choice's text: a new one is a class with its ``start`` and ``end``.
 
-    Spaces and line breaks around the reasoning belong to neither part. Reasoning that does not end is all there is.
+    Spaces and line breaks around the reasoning belong to neither part. Reasoning that does not end is all there is; a
+    call of a tool ends it too.
     """
 
     start: ClassVar[str]
     end: ClassVar[str]
     #: Whether the model begins with reasoning although neither it nor its template writes the start.
     begins_inside: ClassVar[bool] = False
+    #: Texts that end reasoning which was not closed before them, and are the beginning of the answer.
+    interrupts: tuple[str, ...] = ()
 
     def __init__(self, state: Thinking) -> None:
         self.state = state
@@ -39,9 +42,12 @@ class ReasoningParser:
         self._strips = state is Thinking.INSIDE
 
     @classmethod
-    def marks(cls, inside: bool | None = None) -> ReasoningMarks:
-        """The marks, of an answer that begins within reasoning or not; None: as the end of its prompt says."""
-        return ReasoningMarks(cls.start, cls.end, cls.begins_inside, inside)
+    def marks(cls, inside: bool | None = None, interrupts: tuple[str, ...] = ()) -> ReasoningMarks:
+        """The marks, of an answer that begins within reasoning or not; None: as the end of its prompt says.
+
+        ``interrupts``: texts that end the reasoning of this answer without its mark.
+        """
+        return ReasoningMarks(cls.start, cls.end, cls.begins_inside, inside, interrupts)
 
     @classmethod
     def state_after(cls, prompt: str, *, continues: bool = False) -> Thinking:
@@ -85,12 +91,14 @@ class ReasoningParser:
 
     def _think(self, text: str, finished: bool) -> tuple[str, str]:
         """Reasoning, and what follows it."""
-        at = text.find(self.end)
+        ends = (self.end, *self.interrupts)
+        at, end = min(((i, end) for end in ends if (i := text.find(end)) >= 0), default=(-1, ""))
         if at >= 0:
             self.state = Thinking.AFTER
-            thought, text = text[:at].rstrip(), text[at + len(self.end) :]
+            thought, text = text[:at].rstrip(), text[at + (len(end) if end == self.end else 0) :]
         else:
-            kept = len(text) if finished else len(text[: len(text) - _overlap(text, self.end)].rstrip())
+            held = max(_overlap(text, end) for end in ends)
+            kept = len(text) if finished else len(text[: len(text) - held].rstrip())
             thought, self._held, text = text[:kept], text[kept:], ""
         if self._strips:
             thought = thought.lstrip()

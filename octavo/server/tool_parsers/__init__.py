@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from octavo.core.plugins import load_class
-from octavo.server.tool_parsers.json_calls import DeepSeek, Granite, Hermes, Llama3, Mistral
+from octavo.server.tool_parsers.json_calls import DeepSeek, Granite, Hermes, Llama3, Mistral, Phi4Mini
 from octavo.server.tool_parsers.python_calls import Pythonic
 from octavo.server.tool_parsers.tagged_calls import FunctionGemma, Gemma, QwenCoder
 from octavo.server.tool_parsers.tool_parser import ToolParser
@@ -20,6 +20,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "functiongemma": FunctionGemma,
     "qwen3_coder": QwenCoder,
     "granite": Granite,
+    "phi4_mini_json": Phi4Mini,
 }
 #: Names that vLLM has for them.
 _OTHER_NAMES = {
@@ -28,7 +29,6 @@ _OTHER_NAMES = {
     "deepseek_v31": "deepseek",
     "qwen3_xml": "qwen3_coder",
     "gemma4": "gemma",
-    "phi4_mini_json": "granite",
     "llama4_json": "llama3_json",
 }
 #: Texts of chat templates that tell the format; the first that are all there.
@@ -42,6 +42,8 @@ _SIGNS = (
     (("<｜tool▁call▁begin｜>",), "deepseek"),
     (("<|tool_call>call:",), "gemma"),
     (("<start_function_call>",), "functiongemma"),
+    (("functools[",), "phi4_mini_json"),
+    (("<|tool_call|>", "<|/tool_call|>"), "phi4_mini_json"),
     (("<|tool_call|>",), "granite"),
     (("[func_name1(",), "pythonic"),
     (('"parameters": dictionary of argument name and its value',), "llama3_json"),

@@ -1,24 +1,36 @@
 # ruff: noqa: RUF001, RUF002 (tokens of DeepSeek)
-"""Formats whose calls are JSON objects: Hermes, Llama 3, Mistral, Granite, DeepSeek."""
+"""Formats whose calls are JSON objects: Hermes, Llama 3, Mistral, Granite, Phi-4-mini, DeepSeek."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from typing import ClassVar
 
 from octavo.engine.tool_messages import HERMES, CallFormat
 from octavo.server.tool_parsers.tool_parser import Malformed, Reading, ToolParser
 
 _SEPARATORS = re.compile(r"[\s,;]*")
+#: Keys of a call. A bare object with another one before its name is some other object.
+_KEYS = frozenset({"name", "type", "id", "arguments", "parameters"})
+
+
+class OtherObject(Malformed):
+    """An object that is no call. What was read of it ends within it, and not within a string."""
 
 
 class JsonCalls(ToolParser):
     """Reads objects such as ``{"name": "f", "arguments": {...}}``, with the keys in any order."""
 
-    def json_call(self, *, bare: bool = False) -> Reading[None]:
-        """Passes one object and gives its call. A ``bare`` one, without a marker before it, needs arguments."""
-        yield from self.expect("{")
+    def json_call(self, *, bare: Collection[str] | None = None, opened: bool = False) -> Reading[None]:
+        """Passes one object, whose ``}`` may be missing, and gives its call.
+
+        ``bare``: it has no marker before it. It needs arguments, and its name must be one of these; as soon as it is no
+        call, ``OtherObject`` is raised. ``opened``: its ``{`` was passed.
+        """
+        if not opened:
+            yield from self.expect("{")
         name: str | None = None
         held: str | None = None
         given = False
@@ -26,9 +38,15 @@ class JsonCalls(ToolParser):
             yield from self.matched(_SEPARATORS)
             if (yield from self.optional("}")) is not None:
                 break
+            if given and (yield from self.peek()) != '"':
+                break
             key = yield from self._key()
+            if bare is not None and name is None and key not in _KEYS:
+                raise OtherObject
             if key == "name" and name is None:
                 name = yield from self.json_string()
+                if bare is not None and name not in bare:
+                    raise OtherObject
                 self.check_name(name)
             elif key in ("arguments", "parameters") and held is None and not given:
                 if name is not None and (yield from self.peek()) == "{":
@@ -39,7 +57,7 @@ class JsonCalls(ToolParser):
                     held = yield from self.json_value()
             else:
                 yield from self.json_value()
-        if name is None or (bare and held is None and not given):
+        if name is None or (bare is not None and held is None and not given):
             raise Malformed
         if not given:
             text = _as_object(held)
@@ -53,9 +71,18 @@ class JsonCalls(ToolParser):
             yield from self.json_call()
             return
         yield from self.space()
+        yield from self.rest_of_list()
+
+    def rest_of_list(self) -> Reading[None]:
+        """Passes calls up to the ``]``, which may be missing."""
         yield from self.json_call()
-        while (yield from self.close(",", "]")) == ",":
+        while True:
+            separator = yield from self.close(",", "]")
+            if separator == "]":
+                return
             yield from self.space()
+            if separator is None and (yield from self.peek()) != "{":
+                return
             yield from self.json_call()
 
     def _key(self) -> Reading[str]:
@@ -81,22 +108,25 @@ def _as_object(value: str | None) -> str:
 
 
 class MarkedCalls(JsonCalls):
-    """Calls between two markers."""
+    """Calls between two markers, of which the one at the end may be missing."""
+
+    ends: ClassVar[tuple[str, ...]]
 
     def parse(self) -> Reading[None]:
         """See ``ToolParser``."""
-        begin, end = self.markers
         while True:
-            yield from self.content(begin)
+            yield from self.content(*self.begins)
             yield from self.space()
             yield from self.json_calls()
-            yield from self.close(end)
+            yield from self.close(*self.ends)
 
 
 class Hermes(MarkedCalls):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3, Granite 4, SmolLM3."""
 
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+    begins: ClassVar[tuple[str, ...]] = ("<tool_call>",)
+    ends: ClassVar[tuple[str, ...]] = ("</tool_call>",)
 
     @classmethod
     def call_format(cls, template: str) -> CallFormat:
@@ -105,9 +135,11 @@ class Hermes(MarkedCalls):
 
 
 class Granite(MarkedCalls):
-    """``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]``: Granite 3, Phi-4-mini."""
+    """``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]``, or the same after ``<tool_call>``: Granite 3."""
 
-    markers: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "<|/tool_call|>")
+    markers: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "<tool_call>", "<|/tool_call|>", "</tool_call>")
+    begins: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "<tool_call>")
+    ends: ClassVar[tuple[str, ...]] = ("<|/tool_call|>", "</tool_call>")
 
     @classmethod
     def call_format(cls, template: str) -> CallFormat:
@@ -116,31 +148,71 @@ class Granite(MarkedCalls):
         return CallFormat(call, separator=", ", begin="<|tool_call|>[", end="]", trigger="<|tool_call|>")
 
 
-class Llama3(JsonCalls):
-    """``{"name": ..., "parameters": {...}}`` at the beginning, or after ``<|python_tag|>``: Llama 3.1 to 3.3."""
+class Phi4Mini(JsonCalls):
+    """``functools[{"name": ..., "arguments": {...}}, ...]``, or such a list between ``<|tool_call|>`` and
+    ``<|/tool_call|>``: Phi-4-mini, which has been trained on both.
+    """
 
-    markers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
+    markers: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "<|/tool_call|>")
+    begins: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "functools[")
 
     def parse(self) -> Reading[None]:
         """See ``ToolParser``."""
-        if self.at_start:
-            self.at_start = False
-            yield from self.space()
-            if (yield from self.peek()) == "{":
-                yield from self._calls()
         while True:
-            yield from self.content("<|python_tag|>")
-            yield from self.space()
-            yield from self._calls()
+            if (yield from self.content(*self.begins)) == "functools[":
+                yield from self.space()
+                yield from self.rest_of_list()
+            else:
+                yield from self.space()
+                yield from self.json_calls()
+            yield from self.close("<|/tool_call|>")
 
-    def _calls(self) -> Reading[None]:
-        yield from self.json_call(bare=True)
+    @classmethod
+    def call_format(cls, template: str) -> CallFormat:
+        """See ``ToolParser``."""
+        call = '{"name": "{name}", "arguments": {arguments}}'
+        if "<|tool_call|>" in template:
+            begin, end = "<|tool_call|>", "<|/tool_call|>"
+            return CallFormat(call, separator=", ", begin=f"{begin}[", end=f"]{end}", trigger=begin)
+        return CallFormat(call, separator=", ", begin="functools[", end="]", trigger="functools[")
+
+
+class Llama3(JsonCalls):
+    """``{"name": ..., "parameters": {...}}``, within text too, or after ``<|python_tag|>``: Llama 3.1 to 3.3.
+
+    Nothing but its keys and the name of a tool tells a call from other JSON. Objects within one that is no call are
+    none either.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
+    begins: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
+
+    def parse(self) -> Reading[None]:
+        """See ``ToolParser``."""
         while True:
-            separated = yield from self.close(";")
+            begin = yield from self.content("<|python_tag|>", "[", "{")
+            try:
+                yield from self._calls(begin)
+            except OtherObject:
+                yield from self.rest_of_object()
+
+    def _calls(self, begin: str) -> Reading[None]:
+        """Passes calls of which the marker or the bracket at the beginning was passed."""
+        if begin != "{":
             yield from self.space()
-            if separated is None and (yield from self.peek()) != "{":
+            yield from self.expect("{")
+        # The grammar of strict functions leaves text that does not begin with a call free.
+        free = self.has_content and begin != "<|python_tag|>"
+        names = [name for name in self.tools if not (free and name in self.strict)]
+        yield from self.json_call(bare=names, opened=True)
+        while True:
+            separator = yield from self.close(*((",", "]") if begin == "[" else (";",)))
+            if separator == "]":
                 return
-            yield from self.json_call(bare=True)
+            yield from self.space()
+            if separator is None and (yield from self.peek()) != "{":
+                return
+            yield from self.json_call(bare=names)
 
     @classmethod
     def call_format(cls, template: str) -> CallFormat:
@@ -154,6 +226,7 @@ class Mistral(JsonCalls):
     """``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``, or ``[TOOL_CALLS]name[ARGS]{...}`` of newer models."""
 
     markers: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    begins: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
 
     def parse(self) -> Reading[None]:
         """See ``ToolParser``."""
@@ -194,6 +267,7 @@ class DeepSeek(JsonCalls):
     _BEGIN, _CALL, _SEPARATOR = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
     _CALL_END, _END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
     markers: ClassVar[tuple[str, ...]] = (_BEGIN, _CALL, _SEPARATOR, _CALL_END, _END)
+    begins: ClassVar[tuple[str, ...]] = (_BEGIN, _CALL)
 
     def parse(self) -> Reading[None]:
         """See ``ToolParser``."""

@@ -21,6 +21,7 @@ class Pythonic(ToolParser):
     """
 
     markers: ClassVar[tuple[str, ...]] = ("<|python_start|>", "<|python_end|>")
+    begins: ClassVar[tuple[str, ...]] = ("<|python_start|>",)
 
     def parse(self) -> Reading[None]:
         """See ``ToolParser``."""
@@ -28,6 +29,7 @@ class Pythonic(ToolParser):
             self.at_start = False
             yield from self.space()
             if (yield from self.peek()) == "[":
+                self._may_call = True
                 yield from self._calls()
         while True:
             yield from self.content("<|python_start|>")

@@ -4,49 +4,75 @@ from __future__ import annotations
 
 import json
 import re
+from abc import abstractmethod
 from typing import Any, ClassVar
 
-from octavo.server.tool_parsers.tool_parser import Malformed, Reading, ToolParser
+from octavo.server.tool_parsers.tool_parser import EndOfText, Malformed, Reading, ToolParser
 
 _MAX_DEPTH = 64
 _BARE = re.compile(r"[^,{}\[\]<>\s:]*")
 _LITERALS = {"true": True, "false": False, "null": None, "None": None, "True": True, "False": False}
 
 
-class Gemma(ToolParser):
+class TaggedCalls(ToolParser):
+    """Gives a call when it is whole, as the text of one that goes wrong is content.
+
+    Where the text ends within a call whose name is known, the call is given with those of its arguments that are whole.
+    """
+
+    #: Whether the text may end here without a loss: no argument has begun.
+    between = False
+
+    @abstractmethod
+    def members(self, name: str, found: dict[str, str]) -> Reading[None]:
+        """Passes the arguments of a call, to which they are added: the JSON text of each value by name."""
+
+    def read_call(self, name: str) -> Reading[None]:
+        """Passes a call whose name was passed, and gives it."""
+        self.check_name(name)
+        found: dict[str, str] = {}
+        try:
+            yield from self.members(name, found)
+        except EndOfText:
+            complete = self.between and not self._cut and self._position == len(self._text)
+            self._give_call(name, found, "}" if complete else "")
+            raise
+        self._give_call(name, found, "}")
+
+    def _give_call(self, name: str, found: dict[str, str], end: str) -> None:
+        self.start_call(name)
+        members = [f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in found.items()]
+        self.add_arguments("{" + ", ".join(members) + end)
+
+
+class Gemma(TaggedCalls):
     """``<|tool_call>call:f{a:<|"|>text<|"|>,b:1}<tool_call|>`` of Gemma 4."""
 
     _BEGIN, _END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
     markers: ClassVar[tuple[str, ...]] = (_BEGIN, _END, _QUOTE)
+    begins: ClassVar[tuple[str, ...]] = (_BEGIN,)
 
     def parse(self) -> Reading[None]:
         """See ``ToolParser``."""
         while True:
             yield from self.content(self._BEGIN)
             yield from self.space()
+            yield from self.expect("call:")
             yield from self._call()
             while (yield from self.close(self._END)) is None and (yield from self.optional("call:")) is not None:
-                yield from self._arguments()
+                yield from self._call()
 
     def _call(self) -> Reading[None]:
-        yield from self.expect("call:")
-        yield from self._arguments()
-
-    def _arguments(self) -> Reading[None]:
         name = yield from self.name()
         yield from self.space()
         yield from self.expect("{")
-        self.start_call(name)
-        self.add_arguments("{")
-        separator = ""
+        yield from self.read_call(name)
+
+    def members(self, name: str, found: dict[str, str]) -> Reading[None]:
+        """See ``TaggedCalls``."""
         while (yield from self._another("}")):
             key = yield from self._key()
-            value = yield from self._value(0)
-            self.add_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {_dumped(value)}")
-            self.skip()
-            separator = ", "
-        self.add_arguments("}")
-        self.skip()
+            found[key] = _dumped((yield from self._value(0)))
 
     def _another(self, end: str) -> Reading[bool]:
         """Passes what stands between values; false at the end."""
@@ -91,38 +117,48 @@ class FunctionGemma(Gemma):
 
     _BEGIN, _END, _QUOTE = "<start_function_call>", "<end_function_call>", "<escape>"
     markers: ClassVar[tuple[str, ...]] = (_BEGIN, _END, _QUOTE)
+    begins: ClassVar[tuple[str, ...]] = (_BEGIN,)
 
 
-class QwenCoder(ToolParser):
+class QwenCoder(TaggedCalls):
     """``<tool_call><function=f><parameter=a>text</parameter></function></tool_call>`` of Qwen3-Coder and Qwen 3.5.
 
-    A value is text where the tool's schema says so, else JSON if it is that.
+    A value is text where the tool's schema says so, else JSON if it is that. Closing tags may be missing: an argument
+    ends where the next tag stands.
     """
 
-    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+    _CALL, _FUNCTION, _PARAMETER = "<tool_call>", "<function=", "<parameter="
+    _CALL_END, _FUNCTION_END, _PARAMETER_END = "</tool_call>", "</function>", "</parameter>"
+    markers: ClassVar[tuple[str, ...]] = (_CALL, _CALL_END)
+    begins: ClassVar[tuple[str, ...]] = (_CALL,)
 
     def parse(self) -> Reading[None]:
         """See ``ToolParser``."""
         while True:
-            if (yield from self.content("<tool_call>", "<function=")) == "<tool_call>":
+            if (yield from self.content(self._CALL, self._FUNCTION)) == self._CALL:
                 yield from self.space()
-                yield from self.expect("<function=")
-            yield from self._call()
-            yield from self.close("</tool_call>")
+                yield from self.expect(self._FUNCTION)
+            yield from self.read_call((yield from self.until(">")).strip())
+            yield from self.close(self._CALL_END)
 
-    def _call(self) -> Reading[None]:
-        name = (yield from self.until(">")).strip()
-        self.start_call(name)
-        self.add_arguments("{")
-        separator = ""
-        while (yield from self.close("<parameter=", "</function>")) == "<parameter=":
+    def members(self, name: str, found: dict[str, str]) -> Reading[None]:
+        """See ``TaggedCalls``."""
+        while True:
+            self.between = True
+            yield from self.space()
+            tags = (self._PARAMETER, self._FUNCTION_END, self._CALL_END, self._CALL, self._FUNCTION)
+            tag = yield from self.expect(*tags)
+            self.between = False
+            if tag != self._PARAMETER:
+                if tag != self._FUNCTION_END:
+                    self._position -= len(tag)
+                return
             key = (yield from self.until(">")).strip()
-            text = yield from self.until("</parameter>", limit=_NO_LIMIT)
-            value = self._typed(name, key, text.removeprefix("\n").removesuffix("\n"))
-            self.add_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {_dumped(value)}")
-            self.skip()
-            separator = ", "
-        self.add_arguments("}")
+            ends = (self._PARAMETER_END, self._PARAMETER, self._FUNCTION_END, self._CALL_END)
+            text, tag = yield from self.until_any(*ends, limit=_NO_LIMIT)
+            if tag != self._PARAMETER_END:
+                self._position -= len(tag)
+            found[key] = _dumped(self._typed(name, key, text.removeprefix("\n").removesuffix("\n")))
 
     def _typed(self, name: str, key: str, text: str) -> Any:
         properties = self.tools[name].get("properties")

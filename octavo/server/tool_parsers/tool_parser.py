@@ -34,7 +34,7 @@ class Malformed(Exception):
     """The text is not what the format says. What was read of it is content."""
 
 
-class _EndOfText(Exception):
+class EndOfText(Exception):
     """Nothing follows."""
 
 
@@ -45,16 +45,24 @@ class ToolParser(ABC):
     turns out to be none, it is content, as it stands. Arguments are given as they grow: those of a call that breaks off
     or goes wrong stay as the model wrote them, and text that is not of them is content again. Spaces and line breaks
     directly before and after calls are not content, but for those after a call between two parts of it.
+
+    Where the text ends within calls of which one has begun, what is not of its arguments is left out: a call that was
+    cut leaves no part of its notation in the content. Where ``max_tokens`` cut the text, a call that has not begun is
+    left out too, as far as it was read.
     """
 
     #: Texts of the format. Where they are special tokens of a tokenizer, these are kept in the text.
     markers: ClassVar[tuple[str, ...]] = ()
+    #: Markers at which calls begin. They end reasoning that was not closed.
+    begins: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool = True) -> None:
         """``tools``: schemas of the parameters by name. Without ``parallel``, calls after the first are left out."""
         self.tools = tools
         #: The text is held to be calls: what of it is in none is the beginning of one that was cut, and no content.
         self.calls_alone = False
+        #: Functions whose calls fit their schemas, as a grammar holds the answer to them where it sees a call begin.
+        self.strict: frozenset[str] = frozenset()
         #: Whether nothing was read yet; for formats that take that back themselves.
         self.at_start = True
         self._parallel = parallel
@@ -63,20 +71,26 @@ class ToolParser(ABC):
         self._position = self._given = 0
         #: Characters before that.
         self._passed = 0
-        self._finished = False
+        self._finished = self._cut = False
         self._events: list[ChatEvent] = []
         self._num_calls = 0
-        #: Whether the text read is given as arguments, a call was the last that was given, and its end is looked for.
-        self._in_arguments = self._after_call = self._closing = self._has_content = False
+        #: Whether the text read is given as arguments, or as content, as it grows.
+        self._in_arguments = self._in_object = False
+        #: Whether there was content.
+        self.has_content = False
+        #: Whether a call was the last that was given, and its end is looked for.
+        self._after_call = self._closing = False
+        #: Whether what was not given may be the beginning of calls, and whether one of them has begun.
+        self._may_call = self._in_calls = False
         self._reading = self._run()
 
-    def feed(self, text: str, finished: bool) -> list[ChatEvent]:
-        """The events of further text; ``finished``: nothing follows."""
+    def feed(self, text: str, finished: bool, *, cut: bool = False) -> list[ChatEvent]:
+        """The events of further text. ``finished``: nothing follows; ``cut``: as ``max_tokens`` has ended the text."""
         self._text = self._text[self._given :] + text
         self._position -= self._given
         self._passed += self._given
         self._given = 0
-        self._finished = finished
+        self._finished, self._cut = finished, cut
         next(self._reading, None)
         events, self._events = self._events, []
         return events
@@ -99,9 +113,11 @@ class ToolParser(ABC):
                 yield from self.parse()
             except Malformed:
                 self._give()
-            except _EndOfText:
+                self._in_object = self._closing = self._may_call = self._in_calls = False
+            except EndOfText:
                 self._position = len(self._text)
-                if not self._closing:
+                left_out = self._closing or self._in_calls or (self._cut and self._may_call)
+                if self._in_arguments or not left_out:
                     self._give()
                 return
 
@@ -114,13 +130,13 @@ class ToolParser(ABC):
         if self._in_arguments:
             self.add_arguments(text)
         elif not self.calls_alone and (text := self._without_edge(text)):
-            self._after_call, self._has_content = False, True
+            self._after_call, self.has_content = False, True
             self._events.append(ContentDelta(text, self._passed + self._position))
         self._in_arguments = False
 
     def _without_edge(self, text: str) -> str:
         """Content without the spaces after a call, unless they stand between two parts of it."""
-        if not self._after_call or (self._has_content and text.strip()):
+        if not self._after_call or (self.has_content and text.strip()):
             return text
         return text.lstrip()
 
@@ -128,7 +144,7 @@ class ToolParser(ABC):
         """Gives the beginning of a call; what was read of it so far is no content."""
         self.check_name(name)
         self._given = self._position
-        self._after_call = True
+        self._after_call = self._in_calls = True
         if self._parallel or self._num_calls == 0:
             self._events.append(ToolCallStart(self._num_calls, f"call_{secrets.token_hex(12)}", name))
         self._num_calls += 1
@@ -151,11 +167,13 @@ class ToolParser(ABC):
 
     def _wait(self) -> Reading[None]:
         if self._finished:
-            raise _EndOfText
+            raise EndOfText
         if self._in_arguments:
             text = self._text[self._given : self._position]
             self._given = self._position
             self.add_arguments(text)
+        elif self._in_object:
+            self._give()
         yield
 
     def peek(self) -> Reading[str]:
@@ -173,7 +191,7 @@ class ToolParser(ABC):
                 self._position = match.end()
             if self._position < len(self._text):
                 return self._text[self._given + start : self._position]
-            if self._in_arguments:  # given with the next wait
+            if self._in_arguments or self._in_object:  # given with the next wait
                 start = 0
             yield from self._wait()
 
@@ -206,6 +224,7 @@ class ToolParser(ABC):
         Spaces before a marker, and what may become one at the end of the text, are held back too.
         """
         whole, partial, longest = _patterns(markers)
+        self._in_calls = False
         while True:
             match = whole.search(self._text, self._position)
             if match is not None:
@@ -217,6 +236,7 @@ class ToolParser(ABC):
             if kept:
                 self._position = self._given + kept
                 self._give()
+            self._may_call = stop < len(self._text)
             if match is not None:
                 self._position = match.end()
                 return match.group()
@@ -235,16 +255,21 @@ class ToolParser(ABC):
 
     def until(self, *ends: str, limit: int = 256) -> Reading[str]:
         """The text up to one of these, which is passed too; ``limit`` in characters."""
-        start = self._position - self._given
+        return (yield from self.until_any(*ends, limit=limit))[0]
+
+    def until_any(self, *ends: str, limit: int = 256) -> Reading[tuple[str, str]]:
+        """The text up to one of these, and the one, which is passed too; ``limit`` in characters."""
+        whole, _, longest = _patterns(ends)
+        start = searched = self._position - self._given
         while True:
             here = self._given + start
-            places = [(i, end) for end in ends if (i := self._text.find(end, here)) >= 0]
-            if places:
-                i, end = min(places)
-                self._position = i + len(end)
-                return self._text[here:i]
-            if len(self._text) - here > limit:
+            match = whole.search(self._text, self._given + searched)
+            if match is not None and match.start() - here <= limit:
+                self._position = match.end()
+                return self._text[here : match.start()], match.group()
+            if len(self._text) - here >= limit + longest:
                 raise Malformed
+            searched = max(start, len(self._text) - self._given - longest + 1)
             yield from self._wait()
 
     def name(self) -> Reading[str]:
@@ -292,9 +317,20 @@ class ToolParser(ABC):
                 return
             yield from self._next()  # what the backslash quotes
 
-    def _pass_brackets(self) -> Reading[None]:
-        """An object or a list: with strings and brackets that fit; what stands between them is not looked at."""
-        open_ones: list[str] = []
+    def rest_of_object(self) -> Reading[None]:
+        """Gives what is read as content, and the object that it is in up to its end, as it grows."""
+        self._give()
+        self._may_call, self._in_calls, self._in_object = False, False, True
+        yield from self._pass_brackets("}")
+        self._give()
+        self._in_object = False
+
+    def _pass_brackets(self, *closing: str) -> Reading[None]:
+        """An object or a list: with strings and brackets that fit; what stands between them is not looked at.
+
+        ``closing``: the ends of those that were opened before.
+        """
+        open_ones = list(closing)
         while True:
             character = yield from self.peek()
             if character == '"':
