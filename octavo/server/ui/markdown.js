@@ -3,43 +3,194 @@
 
 import { html, copyText, useState } from "./dom.js";
 
+// Every scan goes forwards only: the cost is linear in the text, whatever a model writes.
+
 const SAFE = /^(https?:\/\/|mailto:)/i;
-const INLINE =
-  /(`+)([\s\S]+?)\1(?!`)|!?\[([^\]\n]*)\]\(([^()\s]+(?:\([^()\s]*\))?)(?:\s+"[^"\n]*")?\)|(\*\*|__)(?=\S)([\s\S]*?\S)\5|(?<![\w*])([*_])(?=\S)([^*_\n]*?\S)\7(?![\w*])|~~(?=\S)([\s\S]*?\S)~~|(https?:\/\/[^\s<>()`]*[^\s<>()`.,;:!?'"])/;
+/** Deepest nesting that is looked for; below it, text stays as it was written. */
+const MOST_NESTED = 6;
+/** What stands in the brackets of a link, from the first character behind the "(". */
+const TARGET = /([^()\s]+(?:\([^()\s]*\))?)(?:\s+"[^"\n]*")?\)/y;
+const BARE = /https?:\/\/[^\s<>()`]+/y;
+
+const isSpace = (character) => character === undefined || /\s/.test(character);
 
 /** Inline Markdown as a list of texts and elements. */
 export function inline(text, depth = 0) {
+  if (depth >= MOST_NESTED) return text ? [text] : [];
+  const spans = new Spans(text, depth);
   const out = [];
-  let rest = text;
-  while (rest) {
-    const found = depth < 6 ? INLINE.exec(rest) : null;
-    if (!found) {
-      out.push(rest);
-      break;
+  let given = 0;
+  for (let at = 0; at < text.length; ) {
+    const { end, element } = spans.at(at);
+    if (element !== undefined) {
+      if (at > given) out.push(text.slice(given, at));
+      out.push(element);
+      given = end;
     }
-    if (found.index) out.push(rest.slice(0, found.index));
-    out.push(element(found, depth));
-    rest = rest.slice(found.index + found[0].length);
+    at = end;
   }
+  if (given < text.length) out.push(text.slice(given));
   return out;
 }
 
-function element(found, depth) {
-  const [whole, ticks, code, label, address, strong, strongText, , emText, struck, bare] = found;
-  if (ticks) return html`<code>${code.replace(/^ (.*) $/, "$1")}</code>`;
-  if (address !== undefined) return SAFE.test(address) ? link(address, inline(label || address, depth + 1)) : whole;
-  if (strong) return html`<strong>${inline(strongText, depth + 1)}</strong>`;
-  if (emText !== undefined) return html`<em>${inline(emText, depth + 1)}</em>`;
-  if (struck !== undefined) return html`<s>${inline(struck, depth + 1)}</s>`;
-  return link(bare, bare);
+/** The elements of a text, asked for from its beginning to its end. */
+class Spans {
+  constructor(text, depth) {
+    this.text = text;
+    this.depth = depth;
+    /** By what was looked for: the first place of it from where it was looked for last; Infinity: there is none. */
+    this.places = {};
+    /** Places of the runs of backticks by length, the next one last. */
+    this.ticks = null;
+    /** Targets of links by the place of the "]" before them. */
+    this.targets = new Map();
+  }
+
+  /** What begins at a place: its end, and its element; without one, the text up to there is plain. */
+  at(place) {
+    const { text } = this;
+    switch (text[place]) {
+      case "`": return this.code(place);
+      case "!": return (text[place + 1] === "[" && this.link(place, place + 1)) || { end: place + 1 };
+      case "[": return this.link(place, place) || { end: place + 1 };
+      case "*": return this.pair(place, "**", "strong") || this.emphasis(place) || { end: place + 1 };
+      case "_": return this.pair(place, "__", "strong") || this.emphasis(place) || { end: place + 1 };
+      case "~": return this.pair(place, "~~", "s") || { end: place + 1 };
+      case "h": return this.bare(place) || { end: place + 1 };
+      default: return { end: place + 1 };
+    }
+  }
+
+  /** The first place from `from` on, which never decreases for the same `name`, that `search` finds. */
+  next(name, from, search) {
+    if (!(this.places[name] >= from)) {
+      const found = search(from);
+      this.places[name] = found < 0 ? Infinity : found;
+    }
+    return this.places[name];
+  }
+
+  code(place) {
+    const { text } = this;
+    if (!this.ticks) {
+      this.ticks = new Map();
+      for (const { 0: run, index } of [...text.matchAll(/`+/g)].reverse()) {
+        if (!this.ticks.has(run.length)) this.ticks.set(run.length, []);
+        this.ticks.get(run.length).push(index);
+      }
+    }
+    let begin = place;
+    while (text[begin] === "`") begin += 1;
+    const ends = this.ticks.get(begin - place);
+    while (ends?.length && ends.at(-1) < begin) ends.pop();
+    if (!ends?.length) return { end: begin };
+    const end = ends.at(-1);
+    const padded = end - begin > 2 && text[begin] === " " && text[end - 1] === " ";
+    return { end: end + begin - place, element: html`<code>${padded ? text.slice(begin + 1, end - 1) : text.slice(begin, end)}</code>` };
+  }
+
+  link(place, open) {
+    const { text, targets } = this;
+    const close = this.next("]", open + 1, (from) => text.indexOf("]", from));
+    const line = this.next("line", open + 1, (from) => text.indexOf("\n", from));
+    if (close > line || text[close + 1] !== "(") return null;
+    if (!targets.has(close)) {
+      TARGET.lastIndex = close + 2;
+      const found = TARGET.exec(text);
+      targets.set(close, found && { address: found[1], end: TARGET.lastIndex });
+    }
+    const target = targets.get(close);
+    if (!target) return null;
+    const { address, end } = target;
+    if (!SAFE.test(address)) return { end, element: text.slice(place, end) };
+    return { end, element: link(address, inline(text.slice(open + 1, close) || address, this.depth + 1)) };
+  }
+
+  /** What stands between two equal marks of two characters, with no space within them. */
+  pair(place, mark, name) {
+    const { text } = this;
+    if (text[place + 1] !== mark[1] || isSpace(text[place + 2])) return null;
+    const close = this.next(mark, place + 3, (from) => {
+      let found = text.indexOf(mark, from);
+      while (found >= 0 && isSpace(text[found - 1])) found = text.indexOf(mark, found + 1);
+      return found;
+    });
+    if (close === Infinity) return null;
+    return { end: close + 2, element: html`<${name}>${inline(text.slice(place + 2, close), this.depth + 1)}</${name}>` };
+  }
+
+  emphasis(place) {
+    const { text } = this;
+    const mark = text[place];
+    if (/[\w*]/.test(text[place - 1] ?? "") || isSpace(text[place + 1])) return null;
+    const close = this.next("emphasis", place + 1, (from) => {
+      const marks = /[*_\n]/g;
+      marks.lastIndex = from;
+      return marks.exec(text)?.index ?? -1;
+    });
+    if (text[close] !== mark || close === place + 1 || isSpace(text[close - 1]) || /[\w*]/.test(text[close + 1] ?? "")) return null;
+    return { end: close + 1, element: html`<em>${inline(text.slice(place + 1, close), this.depth + 1)}</em>` };
+  }
+
+  bare(place) {
+    BARE.lastIndex = place;
+    const found = BARE.exec(this.text);
+    if (!found) return null;
+    let length = found[0].length;
+    while (".,;:!?'\"".includes(found[0][length - 1])) length -= 1;
+    const address = found[0].slice(0, length);
+    return /\/\/./.test(address) ? { end: place + length, element: link(address, address) } : null;
+  }
 }
 
 const link = (address, content) =>
   html`<a href=${address} target="_blank" rel="noopener noreferrer nofollow">${content}</a>`;
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
-const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
-const BLOCK_START = /^( {0,3}(#{1,6}\s|>|`{3,}|~{3,}|([-*_])( *\3){2,}\s*$)|\s*([-*+]|\d{1,9}[.)])\s+)/;
+const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/s;
+const QUOTE = /^ {0,3}> ?/;
+
+/** The mark that opens a block of code, and its language; null: the line opens none. */
+function fenceOf(line) {
+  const mark = /^ {0,3}(`{3,}|~{3,})/.exec(line);
+  const rest = mark && line.slice(mark[0].length);
+  if (!mark || rest.includes("`")) return null;
+  return { mark: mark[1], language: /^[\w+#.-]*/.exec(rest.trimStart())[0] };
+}
+
+/** Whether a line closes a block of code: its mark's character alone, at least as often. */
+function closes(line, mark) {
+  const found = line.trim();
+  return found.length >= mark.length && found.startsWith(mark) && count(found, mark[0]) === found.length;
+}
+
+const count = (text, character) => text.split(character).length - 1;
+
+/** The level of a heading, and its text without the marks; null: the line is none. */
+function headingOf(line) {
+  const marks = /^ {0,3}(#{1,6})\s/.exec(line);
+  if (!marks) return null;
+  const text = line.slice(marks[0].length).trim();
+  let end = text.length;
+  while (text[end - 1] === "#") end -= 1;
+  return { level: marks[1].length, title: end === 0 || isSpace(text[end - 1]) ? text.slice(0, end).trimEnd() : text };
+}
+
+function isRule(line) {
+  const mark = /^ {0,3}([-*_])/.exec(line)?.[1];
+  const marks = mark && line.trimEnd().replaceAll(" ", "");
+  return Boolean(marks) && marks.length >= 3 && count(marks, mark) === marks.length;
+}
+
+/** Whether a line stands between the head and the rows of a table. */
+function isSeparator(line) {
+  return line.includes("-") && cellsOf(line).every((cell) => /^:?-+:?$/.test(cell));
+}
+
+/** The cells of a table's line. */
+const cellsOf = (line) => line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|").map((cell) => cell.trim());
+
+/** Whether a line ends the paragraph before it. */
+const beginsBlock = (line) => /^ {0,3}(#{1,6}\s|>|`{3,}|~{3,})/.test(line) || isRule(line) || ITEM.test(line);
 
 /** A text as block elements. */
 export function Markdown({ text }) {
@@ -51,37 +202,37 @@ function blocks(lines, depth = 0) {
   let at = 0;
   while (at < lines.length) {
     const line = lines[at];
-    const fence = FENCE.exec(line);
+    const fence = fenceOf(line);
+    const heading = headingOf(line);
     if (!line.trim()) {
       at += 1;
     } else if (fence) {
-      const end = lines.findIndex((other, i) => i > at && other.trim().startsWith(fence[1]) && !other.trim().slice(fence[1].length).trim());
-      const stop = end < 0 ? lines.length : end;
-      out.push(html`<${Code} language=${fence[2]} text=${lines.slice(at + 1, stop).join("\n")} />`);
+      const stop = until(lines, at + 1, (other) => closes(other, fence.mark));
+      out.push(html`<${Code} language=${fence.language} text=${lines.slice(at + 1, stop).join("\n")} />`);
       at = stop + 1;
-    } else if (/^ {0,3}#{1,6}\s/.test(line)) {
-      const [, marks, title] = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/.exec(line) ?? [, "#", line];
+    } else if (heading) {
       // Headings of an answer are no headings of the page: they stand below those of its own.
-      out.push(html`<p class=${`md-h md-h${Math.min(marks.length, 4)}`} role="heading" aria-level=${Math.min(marks.length + 3, 6)}>${inline(title)}</p>`);
+      const { level, title } = heading;
+      out.push(html`<p class=${`md-h md-h${Math.min(level, 4)}`} role="heading" aria-level=${Math.min(level + 3, 6)}>${inline(title)}</p>`);
       at += 1;
-    } else if (/^ {0,3}([-*_])( *\1){2,}\s*$/.test(line)) {
+    } else if (isRule(line)) {
       out.push(html`<hr />`);
       at += 1;
-    } else if (/^ {0,3}>/.test(line)) {
-      const stop = until(lines, at, (other) => !/^ {0,3}>/.test(other));
-      const inner = lines.slice(at, stop).map((other) => other.replace(/^ {0,3}> ?/, ""));
-      out.push(html`<blockquote>${depth < 6 ? blocks(inner, depth + 1) : inner.join("\n")}</blockquote>`);
+    } else if (QUOTE.test(line)) {
+      const stop = until(lines, at, (other) => !QUOTE.test(other));
+      const inner = lines.slice(at, stop).map((other) => other.replace(QUOTE, ""));
+      out.push(html`<blockquote>${depth < MOST_NESTED ? blocks(inner, depth + 1) : inner.join("\n")}</blockquote>`);
       at = stop;
     } else if (ITEM.test(line)) {
-      const stop = until(lines, at, (other, i) => i > at && !ITEM.test(other) && !/^\s{2,}\S/.test(other) && (other.trim() !== "" || !/^\s{2,}\S|^\s*([-*+]|\d{1,9}[.)])\s/.test(lines[i + 1] ?? "")));
+      const stop = until(lines, at + 1, (other, i) => !ITEM.test(other) && !/^\s{2,}\S/.test(other) && (other.trim() !== "" || !/^\s{2,}\S|^\s*([-*+]|\d{1,9}[.)])\s/.test(lines[i + 1] ?? "")));
       out.push(list(lines.slice(at, stop), depth));
       at = stop;
-    } else if (line.includes("|") && /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/.test(lines[at + 1] ?? "") && lines[at + 1].includes("-")) {
+    } else if (line.includes("|") && isSeparator(lines[at + 1] ?? "")) {
       const stop = until(lines, at + 2, (other) => !other.includes("|"));
       out.push(table(lines.slice(at, stop)));
       at = stop;
     } else {
-      const stop = until(lines, at + 1, (other) => !other.trim() || BLOCK_START.test(other));
+      const stop = until(lines, at + 1, (other) => !other.trim() || beginsBlock(other));
       out.push(html`<p>${lines.slice(at, stop).flatMap((part, i) => [...(i ? [html`<br />`] : []), ...inline(part.trim())])}</p>`);
       at = stop;
     }
@@ -101,20 +252,19 @@ function list(lines, depth) {
   for (const line of lines) {
     const item = ITEM.exec(line);
     if (item && item[1].length <= indent.length + 1) items.push([item[3]]);
-    else items.at(-1).push(line.replace(new RegExp(`^\\s{0,${indent.length + 4}}`), ""));
+    else items.at(-1).push(line.slice(Math.min(line.length - line.trimStart().length, indent.length + 4)));
   }
   const content = items.map(([first, ...more]) => {
-    const nested = depth < 6 && more.some((line) => line.trim());
-    return html`<li>${inline(first)}${nested && blocks(more, depth + 1)}</li>`;
+    const nested = more.some((line) => line.trim());
+    return html`<li>${inline(first)}${nested && (depth < MOST_NESTED ? blocks(more, depth + 1) : html`<pre class="plain">${more.join("\n")}</pre>`)}</li>`;
   });
   return /\d/.test(mark) ? html`<ol start=${parseInt(mark, 10)}>${content}</ol>` : html`<ul>${content}</ul>`;
 }
 
 function table([head, , ...rows]) {
-  const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|");
   return html`<div class="scroll" tabindex="0" role="region" aria-label="Table of the answer"><table>
-    <thead><tr>${cells(head).map((cell) => html`<th>${inline(cell.trim())}</th>`)}</tr></thead>
-    <tbody>${rows.map((row) => html`<tr>${cells(row).map((cell) => html`<td>${inline(cell.trim())}</td>`)}</tr>`)}</tbody>
+    <thead><tr>${cellsOf(head).map((cell) => html`<th>${inline(cell)}</th>`)}</tr></thead>
+    <tbody>${rows.map((row) => html`<tr>${cellsOf(row).map((cell) => html`<td>${inline(cell)}</td>`)}</tr>`)}</tbody>
   </table></div>`;
 }
 
