@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,12 +61,12 @@ def ask(shown: Visit, text: str, **settings: str) -> None:
     shown.page.get_by_role("button", name="Send").click()
 
 
-def answered(shown: Visit, text: str) -> None:
-    """Makes the server answer with this text, as if a model had written it."""
+def answered(shown: Visit, text: str, finish: str = "stop") -> None:
+    """Makes the server answer with this text from now on, as if a model had written it."""
     chunks: list[dict[str, Any]]
     parts = [text[i : i + 7] for i in range(0, len(text), 7)]
     chunks = [{"choices": [{"index": 0, "delta": {"content": part}, "finish_reason": None}]} for part in parts]
-    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
     headers = {"content-type": "text/event-stream"}
     shown.page.route("**/v1/chat/completions", lambda route: route.fulfill(status=200, headers=headers, body=body))
@@ -120,7 +121,9 @@ def test_each_tokens_probability_is_shown_with_the_keyboard_alone(playground: Vi
     page.get_by_role("button", name="Tokens").press("Enter")
     page.locator(".tokens").focus()
     page.keyboard.press("ArrowRight")
-    assert page.locator(".alternatives").inner_text().count("%") == 6
+    chosen = page.locator(".alternatives strong").inner_text()
+    others = page.locator(".alternatives .alternative").all_inner_texts()
+    assert len(others) == 4 and chosen not in others
     page.keyboard.press("End")
     assert "chosen" in str(page.locator(".token").last.get_attribute("class"))
     page.locator(".token").first.hover()
@@ -155,6 +158,78 @@ def test_markdown_is_shown_and_nothing_in_it_runs(playground: Visit) -> None:
     assert links and all(href.startswith("https://") and "noopener" in rel for href, rel in links)
     assert page.evaluate("window.hacked") is None
     assert [heading.inner_text() for heading in answer.get_by_role("heading").all()] == ["A title with <b>markup</b>"]
+
+
+def test_an_answer_that_is_json_is_shown_as_code(playground: Visit) -> None:
+    page = playground.page
+    answered(playground, '{"a": [1.50, 12345678901234567890], "*b*": {}}')
+    ask(playground, "Give JSON")
+    stats(playground).wait_for()
+    code = page.locator(".answer .text .code code")
+    assert code.inner_text() == '{\n  "a": [\n    1.50,\n    12345678901234567890\n  ],\n  "*b*": {}\n}'
+    answered(playground, "[a link](https://a.example) and {braces}")
+    ask(playground, "Give text")
+    page.locator(".answer .markdown a").wait_for()
+    assert page.locator(".answer .text .code").count() == 1
+
+
+def test_a_chat_ends_at_a_limit_that_is_shown_and_goes_on(playground: Visit) -> None:
+    page = playground.page
+    limit = page.locator("#setting-max_tokens").input_value()
+    assert 0 < int(limit) < 256  # of the model's context
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(playground, "Say much", temperature="0")
+    assert sent.value.post_data_json["max_tokens"] == int(limit)
+    stats(playground).wait_for()
+    answered(playground, "One *two", finish="length")
+    page.get_by_role("button", name="Regenerate").click()
+    page.locator(".answer.chosen .limit").get_by_text(f"limit of {limit} tokens").wait_for()
+    answered(playground, "* three")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="Continue").click()
+    begun = sent.value.post_data_json["messages"][-1]
+    assert (begun["role"], begun["content"]) == ("assistant", "One *two")
+    page.locator(".answer.chosen em").wait_for()
+    assert page.locator(".answer.chosen .text").inner_text().strip() == "One two three"
+    assert page.locator(".answer").count() == 2 and page.locator(".answer.chosen .limit").count() == 0
+
+
+def test_the_server_goes_on_with_an_answer(playground: Visit) -> None:
+    page = playground.page
+    page.get_by_text("All other settings").click()
+    page.locator("#setting-ignore_eos").select_option("true")
+    ask(playground, "x", max_tokens="4", logit_bias='{"97": 100}')
+    page.get_by_text("its limit of 4 tokens").wait_for()
+    begun = page.locator(".answer .text").inner_text().strip()
+    with page.expect_response("**/v1/chat/completions") as answer:
+        page.get_by_role("button", name="Continue").click()
+    assert answer.value.status == 200
+    page.get_by_role("button", name="Regenerate").wait_for()
+    whole = page.locator(".answer .text").inner_text().strip()
+    assert begun and whole.startswith(begun) and len(whole) == 2 * len(begun)
+
+
+def test_the_pages_limit_gives_way_to_a_long_question(playground: Visit) -> None:
+    with playground.page.expect_response(lambda one: one.status == 200 and one.url.endswith("/v1/chat/completions")):
+        ask(playground, "abc " * 45)
+    stats(playground).wait_for()
+    playground.forgive("400")
+    assert playground.page.get_by_role("alert").count() == 0
+
+
+def test_the_models_own_defaults_are_shown_and_left_to_it(browser: Any, tiny_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"temperature": 0.2, "top_p": 0.9}))
+    with running(model, tmp_path / "log", *TINY) as server, visit(browser, server.url) as shown:
+        page = shown.page
+        page.get_by_text("This model's default: 0.2.").wait_for()
+        for name, value in (("temperature", "0.2"), ("top_p", "0.9")):
+            setting = page.locator(f"#setting-{name}")
+            assert setting.input_value() == "" and value in str(setting.get_attribute("placeholder"))
+        with page.expect_request("**/v1/chat/completions") as sent:
+            ask(shown, "x", max_tokens="2")
+        assert not {"temperature", "top_p"} & set(sent.value.post_data_json)
+        stats(shown).wait_for()
 
 
 @pytest.mark.slow

@@ -5,14 +5,24 @@ import { payloadOf, routeOf } from "./requests.js";
 
 const emptyAnswer = () => ({ text: "", thoughts: "", calls: [], tokens: [], running: true, finish: null, error: null, stats: null });
 
-/** Runs a request; calls back with its answers as they grow, and returns them at their end. Never throws. */
-export async function generate(kind, body, onChange, signal) {
+/** An answer with what was generated after it. */
+export const joined = (begun, more) => ({ ...more, text: begun.text + more.text, thoughts: begun.thoughts + more.thoughts, tokens: [...(begun.tokens ?? []), ...more.tokens] });
+
+/** Runs a request; calls back with its answers as they grow, and returns them at their end. Never throws. `anyLimit`: its max_tokens is the page's own, and left out where the context has no room for it. */
+export async function generate(kind, body, onChange, signal, anyLimit = false) {
   const start = performance.now();
   const answers = Array.from({ length: body.use_beam_search ? body.n || body.best_of || 1 : body.n || 1 }, emptyAnswer);
+  const ask = (body) => request(routeOf(kind), { method: "POST", body: payloadOf(body), signal });
+  let limit = body.max_tokens ?? null;
   const times = { usage: null, each: answers.map(() => ({ first: null, last: null })) };
   const show = frame(() => onChange(answers.map((answer) => ({ ...answer }))));
   try {
-    const response = await request(routeOf(kind), { method: "POST", body: payloadOf(body), signal });
+    const response = await ask(body).catch((error) => {
+      if (!anyLimit || error.code !== "context_length_exceeded") throw error;
+      limit = null;
+      const { max_tokens, ...rest } = body;
+      return ask(rest);
+    });
     if (body.stream) await readStream(response, kind, answers, times, show);
     else Object.assign(answers[0], { text: await readText(response), finish: "stop" });
   } catch (error) {
@@ -23,7 +33,9 @@ export async function generate(kind, body, onChange, signal) {
     }
   }
   show.cancel();
-  return answers.map((answer, i) => ({ ...answer, running: false, stats: statsOf(start, times, i) }));
+  // A form of the whole answer does not fit what comes after a part of it.
+  const continues = !body.response_format;
+  return answers.map((answer, i) => ({ ...answer, running: false, stats: statsOf(start, times, i), limit, continues }));
 }
 
 /** Takes the parts of a stream. Throws an Error, also where it ends before the answers do. */

@@ -4,9 +4,10 @@ import { html, useEffect, useRef, useState } from "./dom.js";
 import { Composer } from "./composer.js";
 import { newConversation } from "./conversations.js";
 import { withFiles } from "./files.js";
-import { generate } from "./generation.js";
+import { getJson } from "./api.js";
+import { generate, joined } from "./generation.js";
 import { History, useHistory } from "./history.js";
-import { bodyOf, KINDS, kindsOf } from "./requests.js";
+import { bodyOf, KINDS, kindsOf, ownSettings, settingsOf } from "./requests.js";
 import { Samples } from "./samples.js";
 import { Settings } from "./settings.js";
 import { Turn } from "./turns.js";
@@ -21,6 +22,7 @@ const EMPTY = {
 export function Playground({ models }) {
   const [current, setCurrent] = useState(() => newConversation());
   const [options, setOptions] = useState({ model: "", typed: {}, values: {}, wrong: [], tokens: false, schema: "", tools: "" });
+  const [defaults, setDefaults] = useState({});
   const [run, setRun] = useState(null);
   const [problem, setProblem] = useState("");
   const { list, keep, remove, notice } = useHistory(current, Boolean(run));
@@ -28,6 +30,11 @@ export function Playground({ models }) {
   latest.current = current;
   const model = models.find((one) => one.id === options.model) ?? models[0];
   const kinds = kindsOf(model);
+  const own = ownSettings(current.kind, model, defaults);
+  useEffect(() => {
+    // A server that does not say them has them all the same.
+    if (models.length) getJson("/props").then((props) => setDefaults(props.default_generation_settings?.params ?? {}), () => {});
+  }, [models]);
 
   const change = (conversation) => setCurrent({ ...conversation, changed: Date.now() });
   const open = async (conversation) => {
@@ -43,10 +50,10 @@ export function Playground({ models }) {
   }, [model, current]);
 
   /** The body of the request for a conversation; null, and the reason is shown, if what was typed beside it is wrong. */
-  const prepare = (conversation) => {
+  const prepare = (conversation, begun) => {
     try {
       if (options.wrong.length) throw new Error(`These settings are no JSON: ${options.wrong.join(", ")}.`);
-      const body = bodyOf(conversation, { ...options, model: model?.id, settings: options.values, ...parsed(options) });
+      const body = bodyOf(conversation, { ...options, model: model?.id, settings: settingsOf(options, own), ...parsed(options), begun });
       if ("file" in body && !body.file?.blob) throw new Error("The recording is no longer in this browser: choose it again.");
       return body;
     } catch (error) {
@@ -58,21 +65,28 @@ export function Playground({ models }) {
   /** Answers the last turn; `before`: answers that stay beside the new ones. Whether it could be sent. */
   const answer = (conversation, before = []) => {
     const body = prepare(conversation);
-    if (body) begin(conversation, body, before);
+    if (body) begin(conversation, body, (answers) => ({ answers: [...before, ...answers], chosen: before.length }));
     return Boolean(body);
   };
 
-  const begin = async (conversation, body, before) => {
+  /** Goes on with the chosen answer of the last turn. */
+  const goOn = (index) => {
+    const { answers, chosen = 0 } = current.turns[index];
+    const body = prepare(cut(index), answers[chosen].text);
+    if (body) begin(cut(index), body, ([more]) => ({ answers: answers.map((one, i) => (i === chosen ? joined(one, more) : one)), chosen }));
+  };
+
+  /** Runs a request; `arrange`: the last turn of its answers. */
+  const begin = async (conversation, body, arrange) => {
     setProblem("");
     const abort = new AbortController();
     setRun(abort);
     const show = (answers) => {
       if (latest.current.id !== conversation.id) return;
-      const turn = { role: "assistant", answers: [...before, ...answers], chosen: before.length };
-      change({ ...conversation, turns: [...conversation.turns, turn] });
+      change({ ...conversation, turns: [...conversation.turns, { role: "assistant", ...arrange(answers) }] });
     };
-    show([{ text: "", running: true }]);
-    show(await generate(conversation.kind, body, show, abort.signal));
+    show([{ text: "", thoughts: "", tokens: [], running: true }]);
+    show(await generate(conversation.kind, body, show, abort.signal, "max_tokens" in own && !("max_tokens" in options.typed)));
     setRun((now) => (now === abort ? null : now));
   };
 
@@ -99,12 +113,12 @@ export function Playground({ models }) {
         ${!current.turns.length && isServed && html`<p class="quiet empty">${EMPTY[current.kind]}</p>`}
         ${current.turns.map((turn, i) => html`<${Turn} key=${`${current.id}-${i}`} turn=${turn} index=${i} kind=${current.kind} busy=${Boolean(run) || !isServed}
           onEdit=${(text, files) => edit(i, text, files)} onRegenerate=${() => answer(cut(i), turn.answers)} onChoose=${(chosen) => choose(i, chosen)}
-          isLast=${i === current.turns.length - 1} onTool=${i === current.turns.length - 1 && ((call, text) => useTool(i, call, text))} />`)}
+          isLast=${i === current.turns.length - 1} onContinue=${i === current.turns.length - 1 && (() => goOn(i))} onTool=${i === current.turns.length - 1 && ((call, text) => useTool(i, call, text))} />`)}
       </div>
       ${problem && html`<p class="error" role="alert">${problem}</p>`}
       ${isServed && html`<${Composer} key=${KINDS[current.kind].takes ?? "text"} kind=${current.kind} model=${model} running=${Boolean(run)} onSend=${send} onStop=${() => run?.abort()} />`}
     </div>
-    ${isServed && html`<${Panel} current=${current} model=${model} options=${options} setOptions=${setOptions} />`}
+    ${isServed && html`<${Panel} current=${current} model=${model} options=${options} setOptions=${setOptions} defaults=${defaults} own=${own} />`}
   </div>`;
 }
 
@@ -154,7 +168,7 @@ function Bar({ current, kinds, models, model, onKind, onModel }) {
   </div>`;
 }
 
-function Panel({ current, model, options, setOptions }) {
+function Panel({ current, model, options, setOptions, defaults, own }) {
   const [open, setOpen] = useState(matchMedia("(min-width: 80rem)").matches);
   const set = (change) => setOptions((now) => ({ ...now, ...change }));
   const writes = !KINDS[current.kind].takes;
@@ -162,27 +176,27 @@ function Panel({ current, model, options, setOptions }) {
     <details open=${open} onToggle=${(event) => setOpen(event.target.open)}><summary>Settings</summary>
       ${open && html`
       ${writes && html`<label class="check"><input type="checkbox" checked=${options.tokens} onChange=${(event) => set({ tokens: event.target.checked })} /> Each token's probability and alternatives</label>`}
-      <${Settings} kind=${current.kind} typed=${options.typed} onChange=${(typed, { values, wrong }) => set({ typed, values, wrong })} />
+      <${Settings} kind=${current.kind} typed=${options.typed} defaults=${defaults} own=${own} onChange=${(typed, { values, wrong }) => set({ typed, values, wrong })} />
       ${writes && html`<details><summary>JSON schema${options.schema.trim() && " (set)"}</summary>
         <p class="help" id="schema-help">The answer is JSON of this schema.</p>
         <textarea aria-label="JSON schema" aria-describedby="schema-help" rows="6" spellcheck="false" value=${options.schema} placeholder='{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}' onInput=${(event) => set({ schema: event.target.value })}></textarea></details>`}
       ${current.kind === "chat" && html`<details><summary>Tools${options.tools.trim() && " (set)"}</summary>
         <p class="help" id="tools-help">A list of functions, as the API takes them; you give their results.</p>
         <textarea aria-label="Tools" aria-describedby="tools-help" rows="6" spellcheck="false" value=${options.tools} placeholder='[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]' onInput=${(event) => set({ tools: event.target.value })}></textarea></details>`}
-      <${Sample} current=${current} model=${model} options=${options} />`}
+      <${Sample} current=${current} model=${model} options=${options} own=${own} />`}
     </details>
   </aside>`;
 }
 
 /** The request of the last answer, or the one that would be sent, as a program. */
-function Sample({ current, model, options }) {
+function Sample({ current, model, options, own }) {
   const [open, setOpen] = useState(false);
   return html`<details onToggle=${(event) => setOpen(event.target.open)}><summary>Copy as curl or Python</summary>${open && sample()}</details>`;
 
   function sample() {
     const asked = current.turns.findLastIndex((turn) => !turn.answers);
     try {
-      const body = bodyOf({ ...current, turns: current.turns.slice(0, asked + 1) }, { ...options, model: model?.id, settings: options.values, ...parsed(options) });
+      const body = bodyOf({ ...current, turns: current.turns.slice(0, asked + 1) }, { ...options, model: model?.id, settings: settingsOf(options, own), ...parsed(options) });
       return html`<${Samples} kind=${current.kind} body=${body} />`;
     } catch (error) {
       return html`<p class="error">${error.message}</p>`;

@@ -41,8 +41,20 @@ function messageOf({ text, calls }) {
   return message;
 }
 
-/** The body of the request that answers the last turn of a conversation; of a recording `file` has it. */
-export function bodyOf(conversation, { model, settings, schema, tools, tokens }) {
+/** Tokens after which a chat's answer ends unless somebody asks for more: a model that repeats itself fills its context. */
+const MOST_TOKENS = 1024;
+
+/** Settings that the page has of its own, by name, shown where nothing else is typed; `defaults`: those of the model. */
+export function ownSettings(kind, model, defaults) {
+  if (kind !== "chat" || !model || defaults.max_tokens) return {};
+  return { max_tokens: Math.min(MOST_TOKENS, Math.floor(model.max_model_len / 2)) };
+}
+
+/** The settings of a request: those that were typed, and the page's own; one that was emptied is left to the model. */
+export const settingsOf = ({ typed, values }, own) => ({ ...Object.fromEntries(Object.entries(own).filter(([name]) => !(name in typed))), ...values });
+
+/** The body of the request that answers the last turn of a conversation; of a recording `file` has it. `begun`: the answer's text so far, which is gone on with. */
+export function bodyOf(conversation, { model, settings, schema, tools, tokens, begun }) {
   const { kind } = conversation;
   const body = { model, ...settings };
   const asked = conversation.turns.findLast((turn) => turn.role === "user");
@@ -56,6 +68,12 @@ export function bodyOf(conversation, { model, settings, schema, tools, tokens })
   if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   if (tools && kind === "chat") body.tools = tools;
   if (tokens) Object.assign(body, kind === "chat" ? { logprobs: true, top_logprobs: ALTERNATIVES } : { logprobs: ALTERNATIVES });
+  if (begun) {
+    delete body.n;
+    delete body.best_of;
+    if (kind === "chat") Object.assign(body, { messages: [...body.messages, { role: "assistant", content: begun }], add_generation_prompt: false, continue_final_message: true });
+    else body.prompt += begun;
+  }
   body.stream = true;
   body.stream_options = { include_usage: true };
   return body;

@@ -69,8 +69,8 @@ export function valueOf(field, typed) {
   return typed;
 }
 
-/** typed: what stands in the controls, by name; onChange gets it and the values, or the name of a wrong one. */
-export function Settings({ kind, typed, onChange }) {
+/** typed: what stands in the controls, by name, and else `own`; onChange gets it and the values, or the name of a wrong one. defaults: the model's own, by name. */
+export function Settings({ kind, typed, defaults, own, onChange }) {
   const [fields, setFields] = useState(null);
   const [error, setError] = useState("");
   const load = () => fieldsOf(kind).then((list) => (setFields(list), setError("")), (reason) => setError(reason.message));
@@ -83,7 +83,7 @@ export function Settings({ kind, typed, onChange }) {
     onChange(next, read(fields, next));
   };
   const wrong = read(fields, typed).wrong;
-  const one = (field) => html`<${Setting} key=${field.name} field=${field} typed=${typed[field.name] ?? ""} wrong=${wrong.includes(field.name)} onInput=${(value) => set(field.name, value)} />`;
+  const one = (field) => html`<${Setting} key=${field.name} field=${field} typed=${typed[field.name] ?? own[field.name] ?? ""} byDefault=${KINDS[kind].takes ? undefined : defaults[field.name]} isOwn=${field.name in own} wrong=${wrong.includes(field.name)} onInput=${(value) => set(field.name, value)} />`;
   const main = fields.filter((field) => FIRST.includes(field.name));
   const changed = fields.filter((field) => !FIRST.includes(field.name) && typed[field.name]);
   return html`<div class="settings">
@@ -113,21 +113,22 @@ function read(fields, typed) {
 /** A name that may be broken behind its underscores. */
 const breakable = (name) => name.split("_").map((part, i) => (i ? html`_<wbr />${part}` : part));
 
-function Setting({ field, typed, wrong, onInput }) {
+function Setting({ field, typed, byDefault, isOwn, wrong, onInput }) {
   const id = `setting-${field.name}`;
   const common = { id, "aria-describedby": `${id}-help`, "aria-invalid": wrong ? "true" : undefined };
   const input = (event) => onInput(event.target.value);
+  const said = byDefault === undefined || byDefault === null ? "default" : `default: ${typeof byDefault === "object" ? JSON.stringify(byDefault) : byDefault}`;
   let element;
   if (field.type === "boolean" || field.type === "choice") {
     const choices = field.type === "boolean" ? ["true", "false", ...field.also] : field.choices;
-    element = html`<select ...${common} value=${typed} onChange=${input}><option value="">default</option>${choices.map((choice) => html`<option value=${choice}>${choice}</option>`)}</select>`;
+    element = html`<select ...${common} value=${typed} onChange=${input}><option value="">${said}</option>${choices.map((choice) => html`<option value=${choice}>${choice}</option>`)}</select>`;
   } else if (field.type === "json") {
     element = html`<textarea ...${common} rows="1" spellcheck="false" value=${typed} placeholder=${field.alsoText ? "text, or JSON" : "JSON"} onInput=${input}></textarea>`;
   } else {
-    element = html`<input ...${common} type=${field.type === "number" ? "number" : "text"} step=${field.step} value=${typed} placeholder="default" onInput=${input} />`;
+    element = html`<input ...${common} type=${field.type === "number" ? "number" : "text"} step=${field.step} value=${typed} placeholder=${said} onInput=${input} />`;
   }
   return html`<div class="setting">
     <label for=${id}>${breakable(field.name)}</label>${element}
-    <p class="help" id=${`${id}-help`}>${wrong && html`<strong class="error">This is no JSON. </strong>`}${field.help}</p>
+    <p class="help" id=${`${id}-help`}>${wrong && html`<strong class="error">This is no JSON. </strong>`}${field.help}${said !== "default" && ` This model's ${said}.`}${isOwn && " This page has a limit of its own; emptied, the answer may fill the model's context."}</p>
   </div>`;
 }

@@ -4,7 +4,7 @@ import { download, html, useEffect, useMemo, useState } from "./dom.js";
 import { Answer } from "./answers.js";
 import { hasFailed, KINDS } from "./requests.js";
 
-export function Turn({ turn, index, kind, busy, onEdit, onRegenerate, onChoose, onTool, isLast }) {
+export function Turn({ turn, index, kind, busy, onEdit, onRegenerate, onChoose, onContinue, onTool, isLast }) {
   if (turn.role === "user") return html`<${Question} turn=${turn} busy=${busy} onEdit=${onEdit} kind=${kind} />`;
   if (turn.role === "tool") return html`<section class="turn user" aria-label="Result of a tool"><p class="who">Result of ${turn.name}</p><pre class="plain" tabindex="0">${turn.content}</pre></section>`;
   const several = turn.answers.length > 1;
@@ -13,7 +13,7 @@ export function Turn({ turn, index, kind, busy, onEdit, onRegenerate, onChoose, 
   return html`<section class="turn assistant" aria-label="Answer">
     <p class="who">${KINDS[kind].who}</p>
     <div class=${several ? "branches" : ""}>
-      ${turn.answers.map((answer, i) => html`<${Answer} key=${i} answer=${answer} label=${several ? `Answer ${i + 1} of ${turn.answers.length}` : "Answer"} chosen=${several && i === (turn.chosen ?? 0)} plain=${kind !== "chat"} onChoose=${several && { name: `branch-${index}`, call: () => onChoose(i) }} />`)}
+      ${turn.answers.map((answer, i) => html`<${Answer} key=${i} answer=${answer} label=${several ? `Answer ${i + 1} of ${turn.answers.length}` : "Answer"} chosen=${several && i === (turn.chosen ?? 0)} plain=${kind !== "chat"} onChoose=${several && { name: `branch-${index}`, call: () => onChoose(i) }} onContinue=${!busy && i === (turn.chosen ?? 0) && onContinue} />`)}
     </div>
     ${!running && html`<div class="tools"><button class="small" disabled=${busy} onClick=${onRegenerate}>${KINDS[kind].again}</button></div>`}
     ${!running && !isLast && hasFailed(turn) && html`<p class="quiet">This question is left out of what the model gets from here on.</p>`}
