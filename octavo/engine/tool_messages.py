@@ -26,6 +26,8 @@ For each function call, return the function name and a json object with its argu
 {example}"""
 #: Templates that know messages of tools.
 _READS_RESULTS = re.compile(r"['\"]tool['\"]")
+#: Templates that read the tools from the system message: of Phi-4-mini.
+_READS_TOOLS_OF_MESSAGES = re.compile(r"message\[['\"]tools['\"]\]|message\.tools\b")
 _NO_SYSTEM = re.compile(r"[Ss]ystem role (is )?not supported")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _ID_CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -78,7 +80,9 @@ def fit_tools(
         variables: names that it reads.
     """
     reads_tools = bool({"tools", "custom_tools"} & variables)
-    if tools and not reads_tools:
+    if tools and _READS_TOOLS_OF_MESSAGES.search(template):
+        _attach(messages, tools)
+    elif tools and not reads_tools:
         _describe(messages, tools, calls, template)
     if not reads_tools and not _READS_RESULTS.search(template):
         _write_results(messages)
@@ -87,6 +91,14 @@ def fit_tools(
     if "length != 9" in template:
         _shorten_ids(messages)
     return tools if reads_tools else None
+
+
+def _attach(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Gives the system message the functions, as JSON text, in a field of its own."""
+    if messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": ""})
+    functions = [tool.get("function", tool) for tool in tools]
+    messages[0]["tools"] = json.dumps(functions, ensure_ascii=False)
 
 
 def _describe(messages: Messages, tools: Sequence[Mapping[str, Any]], calls: CallFormat, template: str) -> None:

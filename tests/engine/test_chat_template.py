@@ -10,6 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.engine import template_program
 from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat
+from octavo.engine.tool_messages import HERMES
 
 CHATML = """{% for message in messages %}
     {%- if loop.first and message['role'] != 'system' -%}
@@ -122,6 +123,22 @@ TOKENS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
 def reference(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
     texts = render_jinja_template([messages], chat_template=template, **options)[0]
     return str(texts[0])
+
+
+def test_a_template_that_reads_the_tools_of_the_system_message_gets_them_there() -> None:
+    """As Phi-4-mini's."""
+    template = (
+        "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+        "{% if message['role'] == 'system' and 'tools' in message and message['tools'] is not none %}"
+        "<|tool|>{{ message['tools'] }}<|/tool|>{% endif %}<|end|>{% endfor %}"
+    )
+    functions = json.dumps([tool["function"] for tool in TOOLS], ensure_ascii=False)
+    asked = {"role": "user", "content": "Why?"}
+    for system in ([], [{"role": "system", "content": "Be brief."}]):
+        content = "Be brief." if system else ""
+        shown = f"<|system|>{content}<|tool|>{functions}<|/tool|><|end|><|user|>Why?<|end|>"
+        assert render_chat(template, [*system, asked], tools=TOOLS, call_format=HERMES, **TOKENS) == shown
+    assert render_chat(template, [asked], call_format=HERMES, **TOKENS) == "<|user|>Why?<|end|>"
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA_LIKE, MISTRAL_LIKE, NAMESPACE])

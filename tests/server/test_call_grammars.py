@@ -35,7 +35,7 @@ TOOLS: dict[str, dict[str, Any]] = {
     "nothing": {"type": "object", "properties": {}, "additionalProperties": False},
 }
 #: Chat templates by what they say of their format.
-TEMPLATES = ["", "[ARGS] ```json only supports single tool-calls"]
+TEMPLATES = ["", "<|tool|> <|/tool|>", "[ARGS] ```json only supports single tool-calls"]
 FORMATS = [
     (name, template)
     for name, parser in TOOL_PARSERS.items()

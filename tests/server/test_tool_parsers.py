@@ -150,7 +150,7 @@ FRAGMENTS = [
 
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
-@settings(max_examples=60)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_any_text_cut_anywhere_gives_the_same_message(name: str, data: st.DataObject) -> None:
     own = [*FRAGMENTS, *TOOL_PARSERS[name].markers * 5]
@@ -198,6 +198,17 @@ def test_without_parallel_calls_there_is_one(name: str) -> None:
     assert whole(name, text, parallel=False) == (content, calls[:1])
 
 
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+def test_long_texts_of_no_calls_take_linear_time(name: str) -> None:
+    begins = TOOL_PARSERS[name].begins
+    for part in (*begins, *(f"{begin}[{{" for begin in begins), "{", '{"name": "', '[{"a": ', "[f(a=", "<function="):
+        text = part * 20_000
+        assert whole(name, text) == (text, [])
+        parser = TOOL_PARSERS[name](TOOLS)
+        events = [event for i in range(0, len(text), 40) for event in parser.feed(text[i : i + 40], False)]
+        assert message([*events, *parser.feed("", True)]) == (text, [])
+
+
 def test_long_texts_take_linear_time() -> None:
     """Each of these took minutes with a parser that looks at the same text again."""
     for text in (
@@ -219,6 +230,7 @@ SIGNS = {
     "respond only with <|tool_call|> followed by": "granite",
     "formatted as functools[{...}, ...]": "phi4_mini_json",
     "{{ '<|tool_call|>' + calls + '<|/tool_call|>' }}": "phi4_mini_json",
+    "{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}": "phi4_mini_json",
     "[func_name1(params_name1=params_value1)]": "pythonic",
     '{"name": function name, "parameters": dictionary of argument name and its value}': "llama3_json",
 }

@@ -44,6 +44,7 @@ _SIGNS = (
     (("<start_function_call>",), "functiongemma"),
     (("functools[",), "phi4_mini_json"),
     (("<|tool_call|>", "<|/tool_call|>"), "phi4_mini_json"),
+    (("<|tool|>", "<|/tool|>"), "phi4_mini_json"),  # its own, which does not say how calls are written
     (("<|tool_call|>",), "granite"),
     (("[func_name1(",), "pythonic"),
     (('"parameters": dictionary of argument name and its value',), "llama3_json"),

@@ -171,7 +171,7 @@ class Phi4Mini(JsonCalls):
     def call_format(cls, template: str) -> CallFormat:
         """See ``ToolParser``."""
         call = '{"name": "{name}", "arguments": {arguments}}'
-        if "<|tool_call|>" in template:
+        if "functools" not in template and "<|/tool" in template:
             begin, end = "<|tool_call|>", "<|/tool_call|>"
             return CallFormat(call, separator=", ", begin=f"{begin}[", end=f"]{end}", trigger=begin)
         return CallFormat(call, separator=", ", begin="functools[", end="]", trigger="functools[")

@@ -109,7 +109,10 @@ class Gemma(TaggedCalls):
             while (yield from self._another("]")):
                 items.append((yield from self._value(depth + 1)))
             return items
-        return _literal((yield from self.matched(_BARE)))
+        text = yield from self.matched(_BARE)
+        if not text:  # nothing would be passed
+            raise Malformed
+        return _literal(text)
 
 
 class FunctionGemma(Gemma):

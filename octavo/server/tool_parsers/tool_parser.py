@@ -263,7 +263,7 @@ class ToolParser(ABC):
         start = searched = self._position - self._given
         while True:
             here = self._given + start
-            match = whole.search(self._text, self._given + searched)
+            match = whole.search(self._text, self._given + searched, here + limit + longest)
             if match is not None and match.start() - here <= limit:
                 self._position = match.end()
                 return self._text[here : match.start()], match.group()
