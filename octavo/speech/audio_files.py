@@ -360,4 +360,5 @@ def _too_long(name: str, what: str, limits: AudioLimits) -> AudioError:
 
 
 def _reason(error: Exception) -> str:
-    return str(getattr(error, "error_string", error)).strip().rstrip(".")
+    text = str(getattr(error, "error_string", error)).strip().rstrip(".")
+    return "its header has no possible sampling rate" if "SF_INFO" in text else text

@@ -213,6 +213,14 @@ def test_rates_that_nobody_uses_are_refused(rate: int) -> None:
         read(encoded(tone(rate, 1, 0.1), rate))
 
 
+@pytest.mark.parametrize(("channels", "rate"), [(0, 16_000), (1, 0), (1, 0xFFFFFFFF), (1024, 48_000), (0xFFFF, 16_000)])
+def test_headers_that_say_what_cannot_be_are_refused(channels: int, rate: int) -> None:
+    whole = bytearray(encoded(tone(16_000), 16_000))
+    struct.pack_into("<HI", whole, whole.index(b"fmt ") + 10, channels, rate)
+    with pytest.raises(AudioError, match=r"(?i)channel|sampling rate|samples a second"):
+        read(bytes(whole))
+
+
 @pytest.mark.parametrize("rate", [1_000, 11_127, 44_056, 88_200, 96_000, 176_400, 192_000, 352_800, 384_000, 768_000])
 def test_rates_that_are_in_use_are_read(rate: int) -> None:
     assert abs(len(read(encoded(tone(rate, 1, 0.5), rate))) - 8_000) < 20
