@@ -32,8 +32,8 @@ examples:
   octavo transcribe talk.mp3 --format verbose_json --word-timestamps
   octavo transcribe interview.flac --model ./whisper-small --language de --hotwords "Octavo, Whisper"
 
-Files are wav, flac, ogg or mp3 of any length, rate and number of channels. Several are computed together, each is
-written as soon as it has ended, and one that cannot be read fails alone: then the exit code is 1. Without --model,
+Files are wav, flac, ogg or mp3 of any length and usual rate, of up to 64 channels. Several are computed together, each
+is written as soon as it has ended, and one that cannot be read fails alone: then the exit code is 1. Without --model,
 OCTAVO_MODEL or a configuration file the model is whisper-tiny.en, which knows English.
 """
 
