@@ -51,7 +51,8 @@ def with_stored_head(config: ModelConfig, folder: Path) -> tuple[ModelConfig, li
     head, embedding = _stored_names(config, headers)
     if head is None:
         # A base model has no bias of the head either; that of a language model that is made of it is zero.
-        return config, [] if any("lm_head." in name for name in headers) else [ZerosFor(r"^lm_head\.bias$")]
+        is_base = config.encoder_facts is None and not any("lm_head." in name for name in headers)
+        return config, [ZerosFor(r"^lm_head\.bias$")] if is_base else []
     if embedding is None:
         return config, [EmbeddingFrom(head)]
     if headers[head].shape != headers[embedding].shape or _are_equal(folder, head, embedding):
