@@ -270,7 +270,7 @@ def _combined(messages: Sequence[Message], choices: Sequence[list[dict[str, Any]
         {name: value for option in options for name, value in option.items()}
         for options in itertools.product(*([{}, *options] for options in choices))
     ]
-    for further in fields:
+    for further in fields[1:]:
         yield replace(MessageForm(), **further)
     roles = list(dict.fromkeys(str(message["role"]) for message in messages if message.get("content") is not None))
     few: list[dict[str, Any]] = [{}]

@@ -62,12 +62,12 @@ class OtherNames(RequestModel):
             here.repetition_penalty = one_value(penalties)
         if self.repeat_last_n == 0:
             here.repetition_penalty = None if here.repetition_penalty is None else 1.0
+        # A negative number is no limit of its own, and contradicts none: clients send it by default.
         limits = [name for name in self.token_limits if getattr(self, name, None) is not None]
         values = {name: getattr(self, name) for name in (*limits[:1], "n_predict", "num_predict")}
-        if values["n_predict"] is not None or values["num_predict"] is not None:
-            limit = one_value(values)
-            if not limits and limit is not None and limit >= 0 and hasattr(self, self.token_limits[-1]):
-                setattr(self, self.token_limits[-1], limit)
+        limit = one_value({name: None if value is None or value < 0 else value for name, value in values.items()})
+        if not limits and limit is not None and hasattr(self, self.token_limits[-1]):
+            setattr(self, self.token_limits[-1], limit)
         return self
 
 

@@ -43,7 +43,7 @@ def read_model(kind: type[M], value: Any, service: Service) -> M:
         except ValidationError as e:
             errors = e.errors(include_url=False)
         left_out = [error for error in errors if _may_be_left_out(error, service)]
-        for error in left_out:
+        for error in reversed(left_out):  # entries of a list: the last one first, as the others move up
             _delete(value, error["loc"])
             if error["type"] == REFUSED or not _says_nothing(error):
                 service.note_unknown(str(error["loc"][-1]))

@@ -223,6 +223,15 @@ def test_a_template_sees_fields_and_tools_as_they_were_sent(lenient: httpx.Clien
     assert "developer:auser:b" in prompt_of(lenient, messages=messages, tools=tools, chat_template=names)
 
 
+def test_reasoning_is_read_under_each_of_its_names(lenient: httpx.Client) -> None:
+    template = "{% for m in messages %}{{ m.reasoning_content }}/{{ m.reasoning }}/{{ m.content }}{% endfor %}"
+    details = [{"type": "reasoning.text", "text": "h"}, {"type": "reasoning.text", "text": "m", "signature": "x"},
+               {"type": "reasoning.encrypted", "data": "x"}]  # fmt: skip
+    for given in ({"reasoning_content": "hm"}, {"reasoning": "hm"}, {"reasoning_details": details}):
+        messages = [{"role": "assistant", "content": "a", **given}]
+        assert prompt_of(lenient, messages=messages, chat_template=template) == "hm/hm/a"
+
+
 def test_a_users_message_that_the_template_loses_is_refused_with_its_place(lenient: httpx.Client) -> None:
     messages = [{"role": "user", "content": text} for text in ("one", "two")]
     body = {"messages": messages, "chat_template": "{{ messages[-1].content }}"}
@@ -243,6 +252,10 @@ def test_fields_that_are_unknown_or_not_supported_are_ignored_on_request(lenient
         assert prompt_of(lenient, messages=[{**message, **further}]) == plain
     status, found = answer(lenient, message, web_search_options={}, logits_processors=["a.b"], mirostat=2)
     assert status == 200, found
+    body = {"model": "tiny", "messages": [message], "max_tokens": 2, "mcp_servers": [{"type": "url"}]}
+    edits = {"edits": [{"type": "clear_tool_uses_20250919"}, {"type": "b", "keep": "all"}, {"type": "c"}]}
+    response = lenient.post("/v1/messages", json={**body, "context_management": edits})
+    assert response.status_code == 200, response.text
     # What a field holds is not left out: it is part of the message.
     status, found = answer(
         lenient, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}

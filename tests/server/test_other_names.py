@@ -33,6 +33,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
         ({"num_predict": 7, "n_predict": 7, "max_tokens": 7}, "max_tokens", 7),
         ({"num_predict": 7, "max_completion_tokens": 7}, "max_completion_tokens", 7),
         ({"num_predict": -1}, "max_tokens", None),
+        ({"num_predict": -1, "max_tokens": 7}, "max_tokens", 7),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking_token_budget", 9),
         ({"thinking": {"type": "disabled"}}, "thinks", False),
         ({"thinking": {"type": "adaptive"}}, "thinks", None),

@@ -265,7 +265,7 @@ class ContextEdit(RequestModel):
 def _keeps_all(edit: ContextEdit) -> ContextEdit:
     if edit.keep != "all":
         message = ", except keep 'all': send the messages that the model shall see"
-        raise PydanticCustomError(REFUSED, message)
+        raise PydanticCustomError(REFUSED, message, {"is_field": True})
     return edit
 
 
