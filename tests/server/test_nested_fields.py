@@ -252,7 +252,8 @@ def test_fields_that_are_unknown_or_not_supported_are_ignored_on_request(lenient
         assert prompt_of(lenient, messages=[{**message, **further}]) == plain
     status, found = answer(lenient, message, web_search_options={}, logits_processors=["a.b"], mirostat=2)
     assert status == 200, found
-    body = {"model": "tiny", "messages": [message], "max_tokens": 2, "mcp_servers": [{"type": "url"}]}
+    name = lenient.get("/v1/models").json()["data"][0]["id"]
+    body = {"model": name, "messages": [message], "max_tokens": 2, "mcp_servers": [{"type": "url"}]}
     edits = {"edits": [{"type": "clear_tool_uses_20250919"}, {"type": "b", "keep": "all"}, {"type": "c"}]}
     response = lenient.post("/v1/messages", json={**body, "context_management": edits})
     assert response.status_code == 200, response.text
