@@ -294,8 +294,8 @@ def test_documents_of_plain_text_are_read(http: httpx.Client) -> None:
         {"type": "search_result", "source": "https://a.example", "title": "A", "content": inner["content"][:1]},
         {"type": "text", "text": "What is green?"},
     ]
-    [message] = messages_of([{"role": "user", "content": content}])
-    said = "\n".join(part["text"] for part in message["content"])
+    [message] = messages_of([{"role": "user", "content": content}])  # blocks are lines of one text
+    said = message["content"]
     assert "<document>\n<title>Sky</title>\n<context>a report</context>\nThe sky is green.\n</document>" in said
     words = ["One", "two", "https://a.example", "What is green?"]
     assert [said.index(word) for word in words] == sorted(said.index(word) for word in words)
@@ -322,9 +322,9 @@ def test_searches_of_another_service_are_calls_of_an_earlier_turn(http: httpx.Cl
         ]
         given = [*HI, {"role": "assistant", "content": said}, *HI]
         _, call, result, answer, _ = messages_of(given)
-        assert call["content"][0]["text"] == "I look." and answer["content"][0]["text"] == "The Rhine."
+        assert call["content"] == "I look." and answer["content"] == "The Rhine."
         assert call["tool_calls"][0]["function"] == {"name": "web_search", "arguments": '{"query": "rivers"}'}
-        assert (result["role"], result["tool_call_id"], result["content"][0]["text"]) == ("tool", "s", words)
+        assert (result["role"], result["tool_call_id"], result["content"]) == ("tool", "s", words)
         assert create(http, messages=given)["type"] == "message"
 
 

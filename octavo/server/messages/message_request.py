@@ -85,7 +85,16 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
                 turn.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
             else:
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + block.thinking
+    for said in messages:
+        said["content"] = _joined(said["content"])
     return messages
+
+
+def _joined(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """A content without images as one text, blocks as lines: templates write nothing between parts."""
+    if isinstance(content, str) or any(part["type"] != "text" for part in content):
+        return content
+    return "\n".join(part["text"] for part in content)
 
 
 def _turn(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:

@@ -111,11 +111,12 @@ class _Reader:
 
 
 def _content(value: Content, where: str) -> str | list[Message]:
-    """A text, or parts as a chat has them."""
+    """A text, or parts as a chat has them where there are images: templates write nothing between parts."""
     if isinstance(value, str):
         return value
-    if len(value) == 1 and isinstance(value[0], InputPart):
-        return value[0].text
+    texts = [part.text for part in value if isinstance(part, InputPart)]
+    if len(texts) == len(value):
+        return "\n".join(texts)
     return [_part(part, f"{where}[{i}]") for i, part in enumerate(value)]
 
 
