@@ -150,8 +150,7 @@ def prepare(root: Schema, field: str, relaxed: list[str], *, strict: bool = Fals
         try:
             translate_patterns(path, schema, report)
         except RegexError as e:
-            keyword, _, message = str(e).partition(": ")
-            raise SchemaError(field, path + keyword, message) from None
+            raise SchemaError(field, path, str(e)) from None
 
 
 def _resolved(root: Schema, schema: Schema) -> Schema:

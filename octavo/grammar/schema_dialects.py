@@ -287,7 +287,7 @@ def translate_patterns(path: str, schema: Schema, report: Report) -> None:
             del schema["pattern"]
             report(path, "pattern")
         except RegexError as e:
-            raise RegexError(f"/pattern: {e}") from None
+            raise RegexError(f"pattern: {e}") from None
         else:
             schema["pattern"] = first
             for part in more:
@@ -302,7 +302,7 @@ def translate_patterns(path: str, schema: Schema, report: Report) -> None:
                 report(path, "patternProperties")
                 return
             except RegexError as e:
-                raise RegexError(f"/patternProperties: {e}") from None
+                raise RegexError(f"patternProperties: {e}") from None
         schema["patternProperties"] = written
 
 

@@ -45,7 +45,7 @@ def refused(response: httpx.Response, param: str, words: str) -> None:
     [
         ({"guided_json": {"type": "objekt"}}, "at /type: must be of null, boolean"),
         ({"guided_json": {"properties": {"a": {"items": {"not": {}}}}, "type": 1}}, "at /type: must be of null"),
-        ({"guided_json": {"pattern": "a++"}}, "at /pattern: possessive quantifiers"),
+        ({"guided_json": {"pattern": "a++"}}, "guided_json: pattern: possessive quantifiers"),
         ({"guided_json": {"items": {"$ref": "http://localhost:1/a.json"}}}, "at /items: the document"),
         ({"guided_json": {"items": {"$ref": "file:///etc/passwd"}}}, "at /items: the document"),
         ({"guided_json": {"$ref": "#/$defs/b", "$defs": {"b": {"$ref": "#"}}}}, "no value is complete"),

@@ -277,7 +277,11 @@ def test_answers_are_those_of_the_openai_api(http: httpx.Client) -> None:
         ({"tools": [tool(f"f{i}", {}) for i in range(129)]}, "tools", "at most 128"),
         ({"tools": [tool("a", {"properties": {"x": {"pattern": "("}}})], "tool_choice": "required"}, "tools",
          "tools[0].function.parameters at /properties/x: "),
-        ({"tools": [tool("a", {"not": {"type": "string"}}), ], "tool_choice": "required"}, "tools", "not"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"uniqueItems": 1}}}],
+          "tool_choice": "required"}, "tools", "tools[0].function.parameters at /uniqueItems: "),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True, "parameters": {
+            "type": "object", "properties": {"x": {"not": {"multipleOf": 2}}}}}}]},
+         "tools", "tools[0].function.parameters at /properties/x/not: "),
         ({"tool_choice": "required"}, "tool_choice", "only with tools"),
         ({"tool_choice": NAMED}, "tool_choice", "only with tools"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "'any'"),
