@@ -284,7 +284,8 @@ def excluding_fields(params: SamplingParams) -> list[str]:
 def no_token_message(fields: Sequence[str], num_tokens: int) -> str:
     """What a request is told whose ``excluding_fields`` leave no token after so many tokens of output."""
     what = "excludes" if len(fields) == 1 else f"and {', '.join(fields[1:])} together exclude"
-    return f"{fields[0]} {what} every token after {num_tokens} tokens of the output"
+    place = f"after {num_tokens} tokens of the output"
+    return f"{fields[0]} {what} every token {place}: all are masked, and {NO_TOKEN_LEFT}"
 
 
 def check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
