@@ -148,12 +148,21 @@ def _dispatch(argv: list[str]) -> int:
         parser = make_parser()
         if name.startswith("-"):
             parser.read(argv)  # exits for --help, --version and unknown flags
-        parser.error(f"unknown command {name!r}; {did_you_mean(name, COMMANDS)}")
+        parser.error(f"unknown command {name!r}; {_command_hint(name)}")
     room = "octavo.lab.commands" if name in LAB_COMMANDS else "octavo.cli"
     command = importlib.import_module(f"{room}.{name}")
     if hasattr(command, "main"):  # one that begins something before it reads its flags
         return int(command.main(argv[1:]))
     return _run_command(command, argv[1:])
+
+
+def _command_hint(name: str) -> str:
+    """What may have been meant by a word that is no command: a command, or a model."""
+    from octavo.loader.builtin import BUILTIN
+
+    if name in BUILTIN or name.endswith(".gguf") or os.path.exists(name):
+        return f"a command comes before the model, as in octavo run {name}"
+    return did_you_mean(name, COMMANDS)
 
 
 def _help(words: list[str]) -> int:

@@ -66,8 +66,8 @@ class Generator:
     Or it makes vectors of texts and token ids. The actor of ``octavo.data.generate`` and ``octavo.data.embed``.
     """
 
-    def __init__(self, engine_options: Mapping[str, Any], params: Params, columns: Columns) -> None:
-        """Loads the model.
+    def __init__(self, engine_options: Mapping[str, Any], params: Params | None, columns: Columns) -> None:
+        """Loads the model; without ``params`` it has its own defaults.
 
         Raises:
             OctavoError: it is unknown, unreadable, unsupported or too large.
@@ -75,7 +75,7 @@ class Generator:
         from octavo.engine.llm import LLM
 
         self._llm = LLM(**engine_options)
-        self._params = params
+        self._params: Params = params if params is not None else self._llm.get_default_sampling_params()
         self.columns = columns
 
     @property

@@ -95,7 +95,7 @@ def run(
     """
     ray_data = import_ray()
     config = make_engine_config(model, engine_options)
-    params: Params = sampling_params or SamplingParams()
+    params: Params | None = sampling_params
     if pooling_params is not None:
         if sampling_params is not None:
             raise ConfigError("sampling_params asks for texts, pooling_params for vectors: give one of them")
@@ -133,7 +133,7 @@ class _Parts:
     """The actor of ``run``: answers parts, each a row of its table."""
 
     def __init__(
-        self, engine_options: Mapping[str, Any], params: Params, columns: Columns, folder: Path, suffix: str
+        self, engine_options: Mapping[str, Any], params: Params | None, columns: Columns, folder: Path, suffix: str
     ) -> None:
         self._generator = Generator(engine_options, params, columns)
         self._folder, self._suffix = folder, suffix
@@ -177,7 +177,7 @@ def _cut(files: list[Path], suffix: str, batch_size: int) -> list[_Part]:
     return parts
 
 
-def _describe(files: list[Path], model: str, params: Params, columns: Columns, batch_size: int) -> bytes:
+def _describe(files: list[Path], model: str, params: Params | None, columns: Columns, batch_size: int) -> bytes:
     """What the parts of a folder have in common."""
     content = {
         "files": [[path.name, path.stat().st_size] for path in files],

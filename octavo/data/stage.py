@@ -11,7 +11,6 @@ from octavo.core.config_sources import resolve_config
 from octavo.core.errors import ConfigError
 from octavo.core.extras import install_extra
 from octavo.core.pooling_params import PoolingParams
-from octavo.core.sampling_params import SamplingParams
 from octavo.data.generator import Columns, Generator, Params, Vectors
 
 #: Prompts that an actor completes at once. More keep the engine fuller; a stop loses those that are under way.
@@ -39,7 +38,8 @@ def generate(
     Args:
         dataset: has a column of texts, of token ids, or of conversations (lists of messages).
         model: as for ``LLM``; a folder must be there on every machine.
-        sampling_params: for all prompts. The output is a list of texts if they ask for several completions.
+        sampling_params: for all prompts; default: the model's own, as for ``LLM``. The output is a list of texts if
+            they ask for several completions.
         prompt_column: name of that column.
         output_column: name of the column of texts. A prompt that cannot be served fails alone: its output is null, and
             the column ``{output_column}_error`` says why.
@@ -53,8 +53,8 @@ def generate(
     Raises:
         ConfigError: Ray is not installed, or an option is wrong.
     """
-    params, columns = sampling_params or SamplingParams(), Columns(prompt_column, output_column)
-    return _stage(dataset, model, engine_options, params, columns, batch_size, concurrency, ray_remote_args)
+    columns = Columns(prompt_column, output_column)
+    return _stage(dataset, model, engine_options, sampling_params, columns, batch_size, concurrency, ray_remote_args)
 
 
 def embed(
@@ -92,7 +92,7 @@ def _stage(
     dataset: Any,
     model: str,
     engine_options: Mapping[str, Any],
-    params: Params,
+    params: Params | None,
     columns: Columns,
     batch_size: int,
     concurrency: int | tuple[int, int],

@@ -57,7 +57,7 @@ class Model(ResponseModel):
     )
     input_modalities: list[str] = Field(description="What it reads: text, and image where it sees them; or audio.")
     dimensions: int | None = Field(None, description="Numbers of a vector, of models that embed.")
-    default_sampling_params: dict[str, float] | None = Field(
+    default_sampling_params: dict[str, int | float] | None = Field(
         None,
         description="What a request that leaves sampling parameters out is sampled with, of models that generate: the "
         "model's own defaults, else those of the API.",

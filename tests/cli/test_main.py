@@ -110,6 +110,8 @@ def test_without_a_command_the_help_is_shown_as_an_error(octavo: Run, capsys: py
     [
         (["generat"], "did you mean 'generate'?"),
         (["fly"], "known: generate, chat"),
+        (["smollm2-135m"], "octavo run smollm2-135m"),
+        (["model.gguf", "-p", "Hi"], "octavo run model.gguf"),
         (["--versoin"], "did you mean --version?"),
         (["generate", "m", "--max-num-seq", "4"], "did you mean --max-num-seqs?"),
         (["generate", "m", "--temprature=1", "p"], "did you mean --temperature?"),

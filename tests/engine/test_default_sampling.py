@@ -13,6 +13,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.core.config import make_config
 from octavo.core.errors import ConfigError
+from octavo.data.generator import Columns, Generator
 from octavo.engine.async_llm import AsyncLLM
 
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_num_seqs": 4}
@@ -44,6 +45,12 @@ def test_a_call_without_parameters_has_the_models_defaults(own_defaults: Path) -
     assert given.token_ids == again.token_ids != ids[0][:3], "parameters that are given are taken as they are"
     params.max_tokens = 1
     assert llm.get_default_sampling_params().max_tokens == 5
+
+
+def test_a_stage_over_a_data_set_has_the_models_defaults(own_defaults: Path) -> None:
+    generator = Generator({"model": str(own_defaults), **SMALL}, None, Columns("prompt", "generated"))
+    expected = LLM(str(own_defaults), **SMALL).generate("Hello", use_tqdm=False)[0].outputs[0].text
+    assert [answer.output for answer in generator.answer(["Hello", "Hello"])] == [expected, expected]
 
 
 def test_the_demo_model_answers_a_simple_question_without_parameters() -> None:

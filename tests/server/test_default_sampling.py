@@ -55,7 +55,7 @@ def test_the_server_tells_its_defaults(server: Running) -> None:
     with server.http() as http:
         [model] = http.get("/v1/models").json()["data"]
         told = model["default_sampling_params"]
-        assert (told["temperature"], told["top_p"]) == (0.2, 0.9)
+        assert (told["temperature"], told["top_p"]) == (0.2, 0.9) and isinstance(told["top_k"], int)
         params = http.get("/props").json()["default_generation_settings"]["params"]
         assert params.items() >= told.items() and params["repeat_penalty"] == told["repetition_penalty"]
         begun = http.post("/v1/responses", json={"input": QUESTION, "max_output_tokens": 1}).json()
