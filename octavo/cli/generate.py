@@ -23,7 +23,7 @@ from octavo.cli.parsing import (
 from octavo.cli.prompt_files import Job, read_jobs
 from octavo.cli.sampling_flags import PREFIX, add_beam_flags, add_sampling_flags, number
 from octavo.cli.terminal_text import for_output
-from octavo.core.errors import InvalidRequestError, WorkerError
+from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
 from octavo.core.outputs import RequestMetrics, RequestOutput
 from octavo.core.request_options import RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, RequestOutputKind, SamplingParams
@@ -66,6 +66,7 @@ def make_parser() -> Parser:
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt, as a word after MODEL")
     parser.add_argument("--input", metavar="FILE", help="take prompts from this file, or from standard input (-)")
     parser.add_argument("--chat", action="store_true", help="pass each prompt through the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: system message, how the model should answer")
     parser.add_argument(
         "--image",
         action="append",
@@ -99,7 +100,12 @@ def run(arguments: Arguments) -> int:
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}
         options = RequestOptions(priority=arguments.priority, user=arguments.user or "", lora_request=lora)
         words = [*arguments.words, *arguments.prompt]
+        if arguments.system is not None and not arguments.chat:
+            raise ConfigError("--system is of a conversation: give --chat with it")
         jobs = read_jobs(words, arguments.input, sampling, as_chat=arguments.chat, options=options)
+    for job in jobs:
+        if arguments.system and job.messages and job.messages[0].get("role") != "system":
+            job.messages = [{"role": "system", "content": arguments.system}, *job.messages]
     with json_output(arguments) as json_out:
         start = time.monotonic()
         from octavo.engine.llm_engine import LLMEngine

@@ -12,7 +12,7 @@ import pytest
 from octavo.cli import chat_files
 from octavo.cli.chat_commands import COMMANDS, SETTINGS, completions, help_text, run_command
 from octavo.cli.chat_conversation import Conversation
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from tests.cli.scripted_engine import ScriptedEngine
 
 Capture = pytest.CaptureFixture[str]
@@ -127,6 +127,8 @@ def test_settings_are_listed_and_shown(capsys: Capture) -> None:
     shown = said(capsys, conversation, "/show")
     assert "system       Be brief." in shown and "temperature 0.5, max_tokens none" in shown
     assert "last answer  none" in shown and "0 answers" in shown
+    conversation.params.max_tokens = DefaultMaxTokens(2048)
+    assert "temperature 0.5, max_tokens 2048" in said(capsys, conversation, "/show")
     conversation.ask("Is it?")
     shown = said(capsys, conversation, "/show")
     assert "turns        1" in shown and "100 tokens, 18 of them at the last answer" in shown

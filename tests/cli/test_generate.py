@@ -123,6 +123,12 @@ def test_the_chat_template_is_used_when_asked_for(
     assert octavo("generate", tiny_model, "Hi", "--chat", *GREEDY, "--json", "-") == 0
     line = json_lines(capsys.readouterr().out)[0]
     assert line["outputs"][0]["token_ids"] == reference([{"role": "user", "content": "Hi"}])
+    system = ("--system", "Be brief.")
+    assert octavo("generate", tiny_model, "Hi", "--chat", *system, *GREEDY, "--json", "-") == 0
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert json_lines(capsys.readouterr().out)[0]["outputs"][0]["token_ids"] == reference(messages)
+    assert octavo("generate", tiny_model, "Hi", *system) == 2
+    assert "--chat" in capsys.readouterr().err
 
 
 def test_a_json_file_gives_each_line_its_own_parameters(

@@ -23,6 +23,7 @@ from octavo.lab.commands.cluster_flags import (
     num_processes,
     refuse_without_replicas,
 )
+from octavo.lab.commands.waiting import Waiting
 from octavo.lab.workloads.flags import FORMS, add_workload_flags, make_workload
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ examples:
   octavo simulate --num-requests 1000 --request-rate 2 --input-len chat --output-len chat
   octavo simulate --profile llama-3.1-8b-h100 --request-rate 20 --num-requests 5000 --scheduling-policy srpt
   octavo simulate --profile mine.json --trace azure.csv --num-gpu-blocks-override 2000 --json -
-  octavo simulate --request-rate 2 --output-len chat --compare sjf,srpt,mlfq --report out.html
+  octavo simulate --request-rate 1.5 --max-num-seqs 24 --output-len chat --compare sjf,srpt,mlfq --report out.html
   octavo simulate --profile llama-3.1-8b-h100 --replicas 8 --router prefix --turns 4 --request-rate 20
   octavo simulate profile llama-3.1-8b-shape --bandwidth-gb-s 3350 --tflops 989 --memory-gb 80
   octavo simulate --request-rate 4 --num-requests 200 --num-gpu-blocks-override 400 --record run.jsonl
@@ -124,9 +125,14 @@ def run(arguments: Arguments) -> int:
     workload = make_workload(arguments, options.seed)
     start = time.perf_counter()
     runs = []
-    for policy in _policies(options.scheduling_policy, arguments.compare):
-        figures, done = _simulate(arguments, spec or profile, _under(options, policy), workload)
-        runs.append(simulate_report.PolicyRun(policy, figures, done))
+    policies = _policies(options.scheduling_policy, arguments.compare)
+    what = f"{len(workload)} requests under {', '.join(policies)}"
+    with Waiting(what, len(policies), shown=len(policies) > 1) as waiting:
+        for policy in policies:
+            waiting.phase(policy)
+            figures, done = _simulate(arguments, spec or profile, _under(options, policy), workload)
+            runs.append(simulate_report.PolicyRun(policy, figures, done))
+            waiting.add()
     if arguments.json is None:
         print("\n".join(_table(profile, runs[0].figures) if len(runs) == 1 else simulate_report.comparison_text(runs)))
         seconds = time.perf_counter() - start

@@ -38,7 +38,14 @@ class Waiting:
     """Announces a long run: a bar on a terminal, elsewhere a line for each phase; standard output stays clean."""
 
     def __init__(
-        self, what: str, total: int | None, *, seconds: float | None = None, first: int = 1, skip: int = 0
+        self,
+        what: str,
+        total: int | None,
+        *,
+        seconds: float | None = None,
+        first: int = 1,
+        skip: int = 0,
+        shown: bool = True,
     ) -> None:
         """Nothing is said before ``with``.
 
@@ -48,7 +55,9 @@ class Waiting:
             seconds: the estimate; None: it is made of the time of the first units.
             first: how many units run at once, after which that estimate is made.
             skip: units before those, which take longer than the others as something is loaded.
+            shown: false: nothing is said, as it is short.
         """
+        self._shown = shown
         self._what, self._total, self._seconds = what, total, seconds
         self._first, self._skip = first, skip
         self._done = 0
@@ -57,8 +66,8 @@ class Waiting:
 
     def __enter__(self) -> Self:
         about = "" if self._seconds is None else f", about {duration(self._seconds)}"
-        notice(f"octavo: {self._what}{about}")
-        if sys.stderr.isatty():
+        self._say(f"octavo: {self._what}{about}")
+        if self._shown and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(total=self._total, leave=False, dynamic_ncols=True)
@@ -75,7 +84,7 @@ class Waiting:
             self._bar.set_description(name)
         else:
             of = f" of {self._total}" if self._total is not None else ""
-            notice(f"octavo: {name} ({self._done}{of} done)" if self._done else f"octavo: {name}")
+            self._say(f"octavo: {name} ({self._done}{of} done)" if self._done else f"octavo: {name}")
 
     def add(self, count: int = 1) -> None:
         """So many units are done."""
@@ -101,7 +110,8 @@ class Waiting:
     def _say(self, text: str) -> None:
         if self._bar is not None:
             self._bar.clear()
-        notice(text)
+        if self._shown:
+            notice(text)
 
 
 def duration(seconds: float) -> str:
