@@ -87,6 +87,58 @@ def test_data_urls_have_a_size() -> None:
         "64:ff9b::a9fe:a9fe",
         "2002:7f00:1::",
         "2001:0:7f00:1::",
+        # Not in the space of global unicast.
+        "fec0::1",
+        "fe80::1",
+        "feff::1",
+        "100::1",
+        "100:0:0:1::1",
+        "5f00::1",
+        "4000::1",
+        "1fff::1",
+        "ffff::1",
+        # Of IPv4, in forms of IPv6.
+        "::127.0.0.1",
+        "::10.0.0.1",
+        "::8.8.8.8",
+        "::ffff:0:127.0.0.1",
+        "::ffff:0:8.8.8.8",
+        "::ffff:168.63.129.16",
+        "64:ff9b::7f00:1",
+        "64:ff9b::a83f:8110",
+        "64:ff9b:1::1",
+        "64:ff9b:1::7f00:1",
+        "64:ff9b:1:ffff::808:808",
+        "64:ff9b::1:808:808",
+        "2002:808:808::",
+        "2002:a00:1::1",
+        "2001:0:808:808::",
+        "2001:0:808:808:0:0:f5ff:fffe",
+        "2606:4700::5efe:10.0.0.1",
+        "2606:4700::200:5efe:127.0.0.1",
+        # In the registries of special purposes.
+        "2001:1::1",
+        "2001:2::1",
+        "2001:3::1",
+        "2001:4:112::1",
+        "2001:10::1",
+        "2001:20::1",
+        "2001:30::1",
+        "2001:db8::1",
+        "2620:4f:8000::1",
+        "3fff::1",
+        "192.0.0.1",
+        "192.0.0.192",
+        "192.31.196.1",
+        "192.52.193.1",
+        "192.88.99.1",
+        "192.175.48.1",
+        "198.18.0.1",
+        "198.19.255.255",
+        "198.51.100.1",
+        "203.0.113.1",
+        "240.0.0.1",
+        "239.255.255.255",
     ],
 )
 def test_addresses_of_networks_within_are_not_public(address: str) -> None:
@@ -94,7 +146,23 @@ def test_addresses_of_networks_within_are_not_public(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["1.1.1.1", "93.184.216.34", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::101:101"]
+    "address",
+    [
+        "1.1.1.1",
+        "93.184.216.34",
+        "192.0.1.1",
+        "198.17.255.255",
+        "198.20.0.1",
+        "223.255.255.255",
+        "2606:4700::1111",
+        "2001:200::1",
+        "2001:4860:4860::8888",
+        "2003::1",
+        "3ffe::1",
+        "2606:4700::5efe:8.8.8.8",
+        "::ffff:8.8.8.8",
+        "64:ff9b::101:101",
+    ],
 )
 def test_others_are_public(address: str) -> None:
     assert is_public(address)
@@ -104,6 +172,22 @@ def test_exceptions_are_networks() -> None:
     networks = [ipaddress.ip_network("10.1.0.0/16"), ipaddress.ip_network("fd00::/8")]
     assert is_public("10.1.2.3", networks) and is_public("::ffff:10.1.2.3", networks) and is_public("fd00::1", networks)
     assert not is_public("10.2.2.3", networks) and not is_public("127.0.0.1", networks)
+    assert is_public("64:ff9b::10.1.2.3", networks) and not is_public("64:ff9b:1::10.1.2.3", networks)
+    assert is_public("64:ff9b:1::10.1.2.3", [ipaddress.ip_network("64:ff9b:1::/48")])
+
+
+@given(st.ip_addresses())
+def test_nothing_is_public_that_the_standard_library_does_not_call_global(address: Any) -> None:
+    destination = getattr(address, "ipv4_mapped", None) or address
+    assert not is_public(str(address)) or (destination.is_global and not destination.is_multicast)
+
+
+@given(st.ip_addresses(v=4))
+def test_an_address_of_ipv4_stays_what_it_is_within_one_of_ipv6(address: ipaddress.IPv4Address) -> None:
+    for form in ("::ffff:", "64:ff9b::"):
+        assert is_public(f"{form}{address}") == is_public(str(address))
+    assert not is_public(f"::{address}") and not is_public(f"64:ff9b:1::{address}")
+    assert not is_public(str(ipaddress.IPv6Address((0x2002 << 112) | (int(address) << 80))))
 
 
 Answer = Callable[[str, asyncio.StreamWriter], Awaitable[None]]
@@ -161,8 +245,9 @@ def test_urls_are_off_by_default() -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "[::1]", "[::ffff:127.0.0.1]", "169.254.169.254", "0.0.0.0"],
-)
+    ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "[::1]", "[::ffff:127.0.0.1]", "169.254.169.254", "0.0.0.0",
+     "[fec0::1]", "[64:ff9b:1::7f00:1]", "[::127.0.0.1]", "[2002:7f00:1::]", "[64:ff9b::7f00:1]"],
+)  # fmt: skip
 def test_nothing_is_fetched_from_within(host: str) -> None:
     async def answer(request: str, writer: asyncio.StreamWriter) -> None:
         raise AssertionError("a connection was made")
