@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ API_KEYS_VARIABLE = "OCTAVO_API_KEYS"
 CHARS_PER_TOKEN = 32
 #: Bytes of a form beside the recording in it.
 FORM_BYTES = 1 << 20
+_HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:.]+(%[a-z0-9]+)?")
 
 
 def _path(value: Any) -> Any:
@@ -44,6 +46,29 @@ def _networks(value: tuple[str, ...]) -> tuple[str, ...]:
     for text in value:
         ipaddress.ip_network(text)  # its error names the text
     return value
+
+
+def host_name(text: str) -> str:
+    """A host as it is compared with others: in lower case, without a trailing dot, an address as it is written most.
+
+    The brackets of an IPv6 address are left out, and an IPv4 address within one stands for itself.
+    """
+    bare = text.removeprefix("[").removesuffix("]").removesuffix(".").lower()
+    try:
+        address = ipaddress.ip_address(bare)
+    except ValueError:
+        return bare
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def _hosts(value: tuple[str, ...]) -> tuple[str, ...]:
+    hosts = tuple(map(host_name, value))
+    for given, host in zip(value, hosts, strict=True):
+        if not _HOST.fullmatch(host):
+            raise ValueError(
+                f"{given!r} is no host: write it without scheme, port and path; *.NAME allows what ends so"
+            )
+    return hosts
 
 
 def _modules(value: Any) -> Any:
@@ -107,6 +132,12 @@ class ServerOptions(BaseModel):
     tls_key: FilePath = Field(None, description="Private key of the certificate (PEM).")
     allowed_origins: str | None = Field(
         None, description="Web origins whose pages may call the server (CORS), with commas between; * for all."
+    )
+    allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(_words), AfterValidator(_hosts)] = Field(
+        (),
+        description="Hosts that requests may name (in their header Host) beside localhost and loopback addresses, with "
+        "commas between; *.example.com for all below it, * for any. Default: none on a loopback address without API "
+        "keys, as pages of other hosts reach it through a browser (DNS rebinding); else any.",
     )
     max_queued_requests: int = Field(
         1024, ge=1, description="Most prompts that wait for their first token; further ones are answered 429."

@@ -55,6 +55,7 @@ from octavo.server.protocol_answers import ChatCompletion, Completion
 from octavo.server.responses import input_routes as inputs
 from octavo.server.responses import response_routes as responses
 from octavo.server.responses.response_protocol import DeletedResponse, InputTokens, ItemList, ResponseObject
+from octavo.server.same_origin import SameOriginMiddleware, host_rule
 from octavo.server.service import Service
 from octavo.server.ui_middleware import UiMiddleware
 
@@ -75,6 +76,11 @@ _WITH_BODY = {
 _POOLING_PATHS = (
     "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify", "/pooling",
     "/embedding", "/embeddings",
+)  # fmt: skip
+#: Routes that change the server: web pages may use them only if their origin is named in allowed_origins.
+_OPERATOR_PATHS = (
+    "/sleep", "/wake_up", "/admin/drain", "/admin/undrain", "/admin/restart", "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
 )  # fmt: skip
 #: Routes for recordings, whose bodies may be larger than others'.
 _AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
@@ -138,6 +144,12 @@ def make_routes(options: ServerOptions, metrics: Metrics, api_keys: Sequence[str
     if options.ui and (options.is_local or api_keys):
         app.add_middleware(UiMiddleware)
     app.state.has_keys = bool(api_keys)
+    app.add_middleware(
+        SameOriginMiddleware,
+        is_own_host=host_rule(options, has_keys=bool(api_keys)),
+        origins=options.origins,
+        operator_paths=_OPERATOR_PATHS,
+    )
     app.add_middleware(RequestMiddleware, metrics=metrics, log_requests=options.log_requests)
     return app
 

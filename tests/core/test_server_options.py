@@ -20,6 +20,7 @@ TEXTS = {
     "tls_cert": "/cert",
     "tls_key": "/key",
     "allowed_origins": "https://a.example",
+    "allowed_hosts": "a.example,*.b.example",
     "max_body_bytes": "2048",
     "max_audio_bytes": "2048",
     "max_image_bytes": "2048",
@@ -73,6 +74,9 @@ def test_each_source_wins_over_the_one_before_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "environ", "words"),
     [
+        ("allowed_hosts: http://a.example\n", {}, ["allowed_hosts", "'http://a.example'"]),
+        ("allowed_hosts: a.example:80\n", {}, ["allowed_hosts", "'a.example:80'"]),
+        ("allowed_hosts: a.*\n", {}, ["allowed_hosts", "'a.*'"]),
         ("port: x\n", {}, ["port", "'x'", "octavo.yaml"]),
         ("prot: 1\n", {}, ["'prot'", "'port'"]),
         ("", {"OCTAVO_PROT": "1"}, ["OCTAVO_PROT", "OCTAVO_PORT"]),

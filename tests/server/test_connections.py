@@ -243,8 +243,8 @@ def test_limits_fit_the_descriptors(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 def test_a_request_with_two_ends_is_refused(tiny_server: Running) -> None:
     """What follows the end that ``Content-Length`` tells must not be taken for a request."""
     request = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 2\r\n"
-        b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\nGET /version HTTP/1.1\r\nHost: a\r\n\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 2\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\nGET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     )
     with socket.create_connection(tiny_server.address, timeout=PATIENCE) as connection:
         connection.sendall(request)

@@ -93,7 +93,7 @@ def leave_whole(server: Running, body: dict[str, Any]) -> dict[str, Any]:
     """The line of a request that is not streamed, and whose client goes away while tokens are generated."""
     before = server.metric("octavo_generation_tokens_total")
     asked = json.dumps({**body, "stream": False}).encode()
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nX-Request-Id: left-whole\r\nContent-Length: {len(asked)}\r\n\r\n"
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: [::1]\r\nX-Request-Id: left-whole\r\nContent-Length: {len(asked)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.address[1])) as connection:
         connection.sendall(head.encode() + asked)
         steps = server.metric("octavo_step_duration_seconds_count")

@@ -37,8 +37,8 @@ ONE_AT_A_TIME = ("--max-num-seqs", "1")
 
 def request_bytes(fields: dict[str, Any], path: str = "/v1/completions") -> bytes:
     body = json.dumps(fields).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def send(server: Running, fields: dict[str, Any]) -> socket.socket:
