@@ -161,6 +161,20 @@ class ServerOptions(BaseModel):
         2048, ge=1, description="Most inputs of one request for vectors or scores: texts, documents, pairs."
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest request body, in bytes; 413 beyond.")
+    max_body_bytes_total: ByteSize | None = Field(
+        None,
+        ge=1024,
+        description="Most bytes that the bodies of all requests take until they are answered, uploads among them and "
+        "compressed ones as they are unpacked, in bytes or with a unit (1GiB); 503 beyond. Default: 512 MiB, or four "
+        "times the largest body if that is more.",
+    )
+    max_body_bytes_per_client: ByteSize | None = Field(
+        None,
+        ge=1024,
+        description="Most of these bytes that one client's bodies take (a client is an API key, or an address where no "
+        "key is needed); 429 beyond. Default: half of max_body_bytes_total; behind a proxy, which is one address, give "
+        "it as many.",
+    )
     max_audio_bytes: int = Field(
         64 << 20, ge=1024, description="Largest recording that is sent to /v1/audio/..., in bytes; 413 beyond."
     )

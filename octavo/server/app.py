@@ -19,6 +19,7 @@ from octavo import __version__
 from octavo.core.server_options import FORM_BYTES, ServerOptions
 from octavo.server import adapter_routes, admin, completions, operation, tokenization
 from octavo.server.api_errors import handle_errors
+from octavo.server.body_budget import make_budget
 from octavo.server.chat_completions import create_chat_completion
 from octavo.server.deferred_routes import DeferredRoutes, make_deferred
 from octavo.server.docs_page import docs_page
@@ -128,7 +129,11 @@ def make_routes(options: ServerOptions, metrics: Metrics, api_keys: Sequence[str
     # The middleware added last is the outermost.
     uploads = dict.fromkeys(_AUDIO_PATHS, options.max_audio_bytes + FORM_BYTES)
     app.add_middleware(
-        BodyLimitMiddleware, max_bytes=options.max_body_bytes, timeout=options.body_timeout, by_path=uploads
+        BodyLimitMiddleware,
+        max_bytes=options.max_body_bytes,
+        timeout=options.body_timeout,
+        budget=make_budget(options, max(options.max_body_bytes, *uploads.values())),
+        by_path=uploads,
     )
     if api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=api_keys)

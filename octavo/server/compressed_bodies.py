@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from octavo.server.api_errors import ApiError
@@ -12,54 +13,83 @@ from octavo.server.api_errors import ApiError
 #: Encoding -> window bits of zlib, which tell its format.
 _ZLIB = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
+#: Most encodings, one within the other: some clients compress what is compressed, nobody does it more often.
+MAX_ENCODINGS = 2
+#: Bytes of a body that are unpacked at once; between two pieces its size is counted.
+_PIECE = 64 << 10
+#: Largest window of zstd, as a power of two, that takes memory beside the result: 8 MiB (RFC 9659).
+_MAX_WINDOW_LOG = 23
 
-def decompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """The body of a request with the header ``Content-Encoding``.
+#: A single thread, so that no number of bodies takes the processors from the event loop and the engine.
+_expander = ThreadPoolExecutor(1, thread_name_prefix="octavo-unpack")
+
+
+def decompressed(
+    body: bytes, encoding: str, max_bytes: int, grow_to: Callable[[int], None] = lambda size: None
+) -> bytes:
+    """The body of a request with the header ``Content-Encoding``; to be called beside the event loop.
 
     Args:
         body: as it was sent.
         encoding: the header's value; several are separated by commas, in the order in which they were applied.
         max_bytes: most bytes of the result, and of each step to it.
+        grow_to: is told how many bytes there are, while they become more; what it raises ends the work.
 
     Raises:
-        ApiError: 415, the encoding is not known; 400, the body is not in it; 413, the result is too large.
+        ApiError: 415, the encoding is not known, or there are too many; 400, the body is not in it; 413, the result is
+            too large.
     """
-    for name in reversed([part.strip().lower() for part in encoding.split(",")]):
-        if name not in ("", "identity"):
-            body = _one(body, name, max_bytes)
+    names = [name for part in encoding.split(",") if (name := part.strip().lower()) not in ("", "identity")]
+    if len(names) > MAX_ENCODINGS:
+        message = f"the body is compressed {len(names)} times (Content-Encoding); at most {MAX_ENCODINGS} are taken"
+        raise ApiError(415, message, code="unsupported_encoding")
+    for name in reversed(names):
+        body = _decoded(_decoder(name), body, name, max_bytes, grow_to)
     return body
 
 
-def _one(body: bytes, name: str, max_bytes: int) -> bytes:
+async def decompressed_beside_loop(body: bytes, encoding: str, max_bytes: int, grow_to: Callable[[int], None]) -> bytes:
+    """``decompressed`` in a thread: a body of some kilobytes may become one of the largest, in a tenth of a second."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_expander, decompressed, body, encoding, max_bytes, grow_to)
+
+
+def _decoder(name: str) -> Any:
     if name == "zstd":
-        return _zstd(body, max_bytes)
+        return _zstd_decoder()
     if name not in _ZLIB:
         codings = ", ".join(("gzip", "deflate", "zstd"))
         message = f"Content-Encoding {name[:50]!r} is not known here; send the body as it is, or as {codings}"
         raise ApiError(415, message, code="unsupported_encoding")
-    return _decoded(zlib.decompressobj(_ZLIB[name]), zlib.error, body, name, max_bytes)
+    return zlib.decompressobj(_ZLIB[name])
 
 
-def _zstd(body: bytes, max_bytes: int) -> bytes:
+def _zstd_decoder() -> Any:
     try:
         from compression import zstd  # type: ignore[import-not-found,unused-ignore]  # Python 3.14
     except ImportError:
         message = "Content-Encoding 'zstd' needs a server with Python 3.14; send the body as it is, or in gzip"
         raise ApiError(415, message, code="unsupported_encoding") from None
-    return _decoded(zstd.ZstdDecompressor(), zstd.ZstdError, body, "zstd", max_bytes)
+    return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _MAX_WINDOW_LOG})
 
 
-def _decoded(decoder: Any, error: type[Exception], body: bytes, name: str, max_bytes: int) -> bytes:
-    """What a decoder, which raises ``error``, makes of a body in its encoding."""
-    result: bytes | None = None
-    with contextlib.suppress(error):
-        result = decoder.decompress(body, max_bytes + 1)
-    if result is not None and len(result) > max_bytes:
-        raise body_too_large(max_bytes)
-    if result is None or not decoder.eof:
-        message = f"the body is not whole, or not in its Content-Encoding ({name})"
-        raise ApiError(400, message, code="invalid_encoding")
-    return result
+def _decoded(decoder: Any, body: bytes, name: str, max_bytes: int, grow_to: Callable[[int], None]) -> bytes:
+    """What a decoder makes of a body in its encoding."""
+    pieces, size = [], 0
+    for start in range(0, len(body), _PIECE):
+        try:
+            piece = decoder.decompress(body[start : start + _PIECE], max_bytes + 1 - size)
+        except Exception:  # zlib.error, or zstd's own
+            break
+        pieces.append(piece)
+        size += len(piece)
+        if size > max_bytes:
+            raise body_too_large(max_bytes)
+        grow_to(size)
+        if decoder.eof:
+            return b"".join(pieces)
+    message = f"the body is not whole, or not in its Content-Encoding ({name})"
+    raise ApiError(400, message, code="invalid_encoding")
 
 
 def body_too_large(

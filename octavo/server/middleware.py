@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server import logging as server_logging
 from octavo.server.api_errors import ApiError, as_api_error
-from octavo.server.compressed_bodies import body_too_large, decompressed
+from octavo.server.body_budget import BodyBudget, HeldBody
+from octavo.server.compressed_bodies import body_too_large, decompressed_beside_loop
 from octavo.server.metrics import Metrics
 
 #: Paths that need no key, as load balancers probe them; they reveal nothing about users.
@@ -94,50 +95,72 @@ def _check_framing(scope: Scope) -> None:
 
 
 class BodyLimitMiddleware:
-    """Middleware that reads bodies, bounded in size (as sent, and decompressed) and in time."""
+    """Middleware that reads bodies, bounded in size (as sent, and decompressed), in time, and all together."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout: float, by_path: Mapping[str, int] | None = None) -> None:
-        """``timeout`` in seconds, for the whole body; ``by_path``: bytes where others are taken than ``max_bytes``."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        timeout: float,
+        budget: BodyBudget,
+        by_path: Mapping[str, int] | None = None,
+    ) -> None:
+        """``timeout`` in seconds, for the whole body; ``by_path``: bytes where others are taken than ``max_bytes``.
+
+        A body counts in the ``budget`` until its request is answered, as what was made of it takes as much.
+        """
         self.app = app
         self._by_path = by_path or {}
         self._max_bytes = max_bytes
         self._timeout = timeout
+        self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers 413 or 408, or passes the request on."""
+        """Answers 408, 413, 415, 429 or 503, or passes the request on."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        held = self._budget.open(client_of(Request(scope)))
+        try:
+            try:
+                body = await self._body(scope, receive, held)
+            except ApiError as e:
+                await e.response(scope)(scope, receive, send)
+                return
+            if body is None:  # the client has disconnected
+                return
+            messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+            del body  # whoever takes the message may give it up before the answer ends
+
+            async def read_already() -> Message:
+                return messages.pop() if messages else await receive()
+
+            await self.app(scope, read_already, send)
+        finally:
+            held.release()
+
+    async def _body(self, scope: Scope, receive: Receive, held: HeldBody) -> bytes | None:
+        """The body, decompressed; None: the client has disconnected.
+
+        Raises:
+            ApiError: it is refused.
+        """
         headers = MutableHeaders(scope=scope)
-        most = self._by_path.get(scope["path"], self._max_bytes)
-        length = headers.get("content-length", "")
-        # Browsers let any web page send a body without a type to any server, with an Origin. Such a body must be
-        # declared as JSON, which the browser does not send before the server has allowed it (CORS).
+        most, length = self._most(scope["path"]), headers.get("content-length", "")
+        # A program may leave out the type of its JSON. A page may not: what it sends without one, a browser does not
+        # ask the server about.
         if "content-type" not in headers and "origin" not in headers:
             headers["content-type"] = "application/json"
-        try:
-            if length.isdecimal() and int(length[:20]) > most:
+        if length.isdecimal():
+            if int(length[:20]) > most:
                 raise self._too_large(most)
-            body = await self._read(receive, most)
-            if body and (encoding := headers.get("content-encoding")):
-                body = decompressed(body, encoding, most)
-        except ApiError as e:
-            await e.response(scope)(scope, receive, send)
-            return
-        if body is None:  # the client has disconnected
-            return
-        message: Message | None = {"type": "http.request", "body": body, "more_body": False}
+            held.check(int(length))
+        body = await self._read(receive, most, held)
+        if body and (encoding := headers.get("content-encoding")):
+            body = await decompressed_beside_loop(body, encoding, most, held.grow_to)
+        return body
 
-        async def read_already() -> Message:
-            nonlocal message
-            if message is None:
-                return await receive()
-            first, message = message, None
-            return first
-
-        await self.app(scope, read_already, send)
-
-    async def _read(self, receive: Receive, most: int) -> bytes | None:
+    async def _read(self, receive: Receive, most: int, held: HeldBody) -> bytes | None:
         body = bytearray()
         try:
             async with asyncio.timeout(self._timeout):
@@ -145,16 +168,23 @@ class BodyLimitMiddleware:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    body += message.get("body", b"")
-                    if len(body) > most:
+                    piece = message.get("body", b"")
+                    if len(body) + len(piece) > most:
                         raise self._too_large(most)
+                    held.grow_to(len(body) + len(piece))
+                    body += piece
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
             raise ApiError(408, f"the body was not complete within {self._timeout:g} seconds", headers=_CLOSE) from None
 
+    def _most(self, path: str) -> int:
+        return min(self._by_path.get(path, self._max_bytes), self._budget.max_bytes_per_client)
+
     def _too_large(self, most: int) -> ApiError:
         option = "max_body_bytes" if most == self._max_bytes else "max_audio_bytes"
+        if most == self._budget.max_bytes_per_client:
+            option = "max_body_bytes_per_client"
         return body_too_large(most, _CLOSE, option)
 
 

@@ -22,6 +22,8 @@ TEXTS = {
     "allowed_origins": "https://a.example",
     "allowed_hosts": "a.example,*.b.example",
     "max_body_bytes": "2048",
+    "max_body_bytes_total": "1GiB",
+    "max_body_bytes_per_client": "2048",
     "max_audio_bytes": "2048",
     "max_image_bytes": "2048",
     "allow_image_urls": "true",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Callable
 
@@ -62,11 +63,14 @@ def test_a_compressed_body_is_the_same_request(http: httpx.Client, encoding: str
     ("content", "encoding", "status"),
     [
         (BODY, "br", 415),
+        (gzip.compress(gzip.compress(gzip.compress(BODY))), "gzip, gzip, gzip", 415),
+        (gzip.compress(BODY), ",".join(["gzip"] * 300), 415),
+        (gzip.compress(BODY), "gzip, zstd, deflate", 415),
         (BODY, "gzip", 400),
         (gzip.compress(BODY)[:-9], "gzip", 400),
         (gzip.compress(b"[" + b"0," * (40 << 20) + b"0]", 1), "gzip", 413),
     ],
-    ids=["unknown", "not in it", "cut", "too large"],
+    ids=["unknown", "three", "very many", "three kinds", "not in it", "cut", "too large"],
 )
 def test_a_body_that_cannot_be_unpacked_is_refused(
     http: httpx.Client, content: bytes, encoding: str, status: int
@@ -82,6 +86,24 @@ def test_what_a_body_becomes_is_bounded_at_every_step() -> None:
     with pytest.raises(ApiError) as caught:
         decompressed(bomb, "gzip, gzip", 1 << 20)
     assert caught.value.status == 413
+
+
+def test_a_body_that_grows_is_counted_before_it_is_whole() -> None:
+    body = os.urandom(1 << 20)
+    sizes: list[int] = []
+    packed = gzip.compress(zlib.compress(body), mtime=0)
+    assert decompressed(packed, "deflate, identity, , GZIP", 2 << 20, sizes.append) == body
+    assert sizes[0] < len(body) / 2 and sizes.count(len(body)) == 1
+
+    def refuse(size: int) -> None:
+        raise ApiError(503, "no room")
+
+    with pytest.raises(ApiError, match="no room"):
+        decompressed(packed, "deflate, gzip", 2 << 20, refuse)
+    for end in (0, 1, len(packed) // 2, len(packed) - 1):
+        with pytest.raises(ApiError) as caught:
+            decompressed(packed[:end], "gzip", 2 << 20)
+        assert caught.value.status == 400
 
 
 @pytest.mark.parametrize(
