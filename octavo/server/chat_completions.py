@@ -19,6 +19,7 @@ from octavo.server.chat_output import (
     collect,
 )
 from octavo.server.chat_request import Chat, ChoiceEvents, start_chat
+from octavo.server.large_answers import encode_in_slices, num_logprobs, run_if_large
 from octavo.server.logprobs import LogprobsTracker, make_chat_logprobs, make_prompt_logprobs
 from octavo.server.pending_response import PendingResponse
 from octavo.server.protocol import ChatCompletionRequest, TextPart
@@ -40,7 +41,7 @@ from octavo.server.protocol_tools import (
     ToolCallDelta,
 )
 from octavo.server.service import service_of
-from octavo.server.streaming import DONE, event
+from octavo.server.streaming import DONE, event, large_event
 from octavo.server.tools import custom_input
 
 
@@ -63,6 +64,9 @@ class _PendingCompletion(PendingResponse):
 
     async def complete(self) -> bytes:
         choices = await self.chat.finish()
+        return await run_if_large(_num_logprobs(choices), self._whole, choices)
+
+    def _whole(self, choices: list[ChoiceEvents]) -> bytes:
         found = []
         for choice in choices:
             self._trackers[choice.index] = self._tracker(choice.output)
@@ -84,22 +88,26 @@ class _PendingCompletion(PendingResponse):
             response.prompt_logprobs = make_prompt_logprobs(choices[0].output.prompt_logprobs)
         if choices and self._sends_ids:
             response.prompt_token_ids = choices[0].output.prompt_token_ids
-        return response.encode()
+        return encode_in_slices(response)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         async with aclosing(self.chat.outputs()) as outputs:
             async for choices in outputs:
-                chunks = []
-                for choice in choices:
-                    if choice.index not in self._trackers:
-                        chunks.append(self._first(choice))
-                    chunks += self._chunks(choice)
-                if chunks:
-                    yield b"".join(map(event, chunks))
+                if data := await run_if_large(_num_logprobs(choices), self._increment, choices):
+                    yield data
         usage = self.chat.generation.usage()
         if self.chat.generation.include_usage:
             yield event(self._make([], usage=usage))
         yield DONE
+
+    def _increment(self, choices: list[ChoiceEvents]) -> bytes:
+        chunks = []
+        for choice in choices:
+            if choice.index not in self._trackers:
+                chunks.append(self._first(choice))
+            chunks += self._chunks(choice)
+        is_first = any(choice.output.prompt_logprobs is not None for choice in choices)
+        return b"".join(map(large_event if is_first else event, chunks))
 
     def _first(self, choice: ChoiceEvents) -> ChatCompletionChunk:
         """The chunk that begins a choice."""
@@ -173,6 +181,10 @@ class _PendingCompletion(PendingResponse):
     def _make(self, choices: list[ChunkChoice], **more: Any) -> ChatCompletionChunk:
         fields = self.chat.generation.response_fields()
         return ChatCompletionChunk(choices=choices, object="chat.completion.chunk", **fields, **more)
+
+
+def _num_logprobs(choices: list[ChoiceEvents]) -> int:
+    return num_logprobs([choices[0].output]) if choices else 0
 
 
 def _echoed(body: ChatCompletionRequest) -> str:

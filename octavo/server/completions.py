@@ -14,13 +14,14 @@ from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.prompts import TokensPrompt
 from octavo.core.sampling_params import DEFAULT_MAX_TOKENS
 from octavo.server.generation import Generation, make_generation
+from octavo.server.large_answers import encode_in_slices, num_logprobs, run_if_large
 from octavo.server.logprobs import LogprobsTracker, make_completion_logprobs, make_prompt_logprobs, prompt_tokens
 from octavo.server.pending_response import PendingResponse
 from octavo.server.prompt_fields import read_prompts
 from octavo.server.protocol import CompletionRequest
 from octavo.server.protocol_answers import Completion, CompletionChoice, CompletionLogprobs, Usage
 from octavo.server.service import ServedModel, Service, service_of
-from octavo.server.streaming import DONE, event
+from octavo.server.streaming import DONE, event, large_event
 
 
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
@@ -64,8 +65,12 @@ class _PendingTexts(PendingResponse):
     generation: Generation
 
     async def complete(self) -> bytes:
+        outputs = await self.generation.finish()
+        return await run_if_large(num_logprobs(outputs), self._whole, outputs)
+
+    def _whole(self, outputs: list[RequestOutput]) -> bytes:
         choices = []  # the choices of the first prompt, then those of the next
-        for number, output in enumerate(await self.generation.finish()):
+        for number, output in enumerate(outputs):
             for completion in self.generation.choices(output):
                 choice = self._choice(number, completion, completion.finish_reason)
                 choice.text = completion.text
@@ -76,24 +81,28 @@ class _PendingTexts(PendingResponse):
                 if self.body.return_token_ids:
                     choice.token_ids, choice.prompt_token_ids = completion.token_ids, output.prompt_token_ids
                 choices.append(choice)
-        return self._completion(choices, usage=self.generation.usage()).encode()
+        return encode_in_slices(self._completion(choices, usage=self.generation.usage()))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         trackers: dict[int, LogprobsTracker | None] = {}
         async with aclosing(self.generation.outputs()) as outputs:
             async for number, output in outputs:
-                events = []
-                for completion in self.generation.choices(output):
-                    index = number * self.generation.n + completion.index
-                    if fresh := index not in trackers:
-                        trackers[index] = self._tracker(number, output)
-                    events += self._events(number, output, completion, trackers[index], fresh)
-                if events:
-                    yield b"".join(map(event, events))
+                if data := await run_if_large(num_logprobs([output]), self._increment, number, output, trackers):
+                    yield data
         usage = self.generation.usage()
         if self.generation.include_usage:
             yield event(self._completion([], usage=usage))
         yield DONE
+
+    def _increment(self, number: int, output: RequestOutput, trackers: dict[int, LogprobsTracker | None]) -> bytes:
+        """The events of an output; ``trackers``: of the choices that have begun."""
+        events = []
+        for completion in self.generation.choices(output):
+            index = number * self.generation.n + completion.index
+            if fresh := index not in trackers:
+                trackers[index] = self._tracker(number, output)
+            events += self._events(number, output, completion, trackers[index], fresh)
+        return b"".join(map(event if output.prompt_logprobs is None else large_event, events))
 
     def _events(
         self,

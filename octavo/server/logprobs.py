@@ -11,7 +11,8 @@ from typing import Any
 from octavo.core.outputs import CompletionOutput, TokenLogprobs
 from octavo.engine.text_stream import TextStream
 from octavo.engine.tokenizer import Tokenizer
-from octavo.server.protocol_answers import ChoiceLogprobs, CompletionLogprobs, PromptLogprobs, TokenLogprob, TopLogprob
+from octavo.server.large_answers import LazyList
+from octavo.server.protocol_answers import ChoiceLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 #: Lowest logprob that is sent, as JSON has no infinity.
 _MIN_LOGPROB = -9999.0
@@ -166,7 +167,8 @@ def make_chat_logprobs(names: TokenNames, tokens: list[Token], top: int) -> Choi
 
 def make_completion_logprobs(names: TokenNames, tokens: list[Token]) -> CompletionLogprobs:
     """Logprobs in the format of completions."""
-    return CompletionLogprobs(
+    # Not validated, which is a single call for all of them.
+    return CompletionLogprobs.model_construct(
         text_offset=[token.offset for token in tokens],
         token_logprobs=[_finite(t.logprobs[t.token_id].logprob) if t.logprobs else None for t in tokens],
         tokens=[names.of_completion(token.token_id) for token in tokens],
@@ -202,16 +204,18 @@ def _place(text: str, piece: str, start: int) -> int | None:
     return after.end() if after is not None and text.startswith(piece, after.end()) else None
 
 
-def make_prompt_logprobs(logprobs: list[TokenLogprobs | None]) -> PromptLogprobs:
-    """Logprobs of a prompt: for each token None, or a dict by token id."""
+def make_prompt_logprobs(logprobs: list[TokenLogprobs | None]) -> Any:
+    """``PromptLogprobs``, for ``encode_in_slices``: for each token None, or a dict by token id."""
+    return LazyList(logprobs, _plain)
 
-    def plain(entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
-        return {
-            str(token_id): {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": p.decoded_token}
-            for token_id, p in entry.items()
-        }
 
-    return [None if entry is None else plain(entry) for entry in logprobs]
+def _plain(entry: TokenLogprobs | None) -> dict[str, dict[str, Any]] | None:
+    if entry is None:
+        return None
+    return {
+        str(token_id): {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": p.decoded_token}
+        for token_id, p in entry.items()
+    }
 
 
 def _most_likely(token: Token, top: int) -> list[tuple[int, float]]:

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.server.api_errors import ApiError, as_api_error
 from octavo.server.cancellation import cancel_tasks, wait_for_disconnect
+from octavo.server.large_answers import encode_in_slices
 from octavo.server.logging import log_fields
 from octavo.server.protocol_base import ResponseModel
 
@@ -22,6 +23,11 @@ _ERROR_SEND_TIMEOUT = 5.0
 def event(content: ResponseModel) -> bytes:
     """One event."""
     return b"data: " + content.encode() + b"\n\n"
+
+
+def large_event(content: ResponseModel) -> bytes:
+    """As ``event``, of a content that may be large or have a ``LazyList`` in it."""
+    return b"data: " + encode_in_slices(content) + b"\n\n"
 
 
 class EventStream(Response):
