@@ -19,7 +19,7 @@ def block_maps(blocks: BlockManager, holders: Iterable[Holder]) -> list[BlockMap
     """The device pool of each KV group, and its host pool if it has blocks.
 
     ``holders``: those that may hold blocks, in an order in which the first of several is named as a block's owner.
-    Takes some milliseconds for 100,000 blocks.
+    Takes some milliseconds for 300,000 blocks.
     """
     holders = list(holders)
     maps = []
@@ -40,18 +40,19 @@ def _fill(shown: BlockMap, tables: BlockTables, holders: list[Holder]) -> BlockM
     if shown.num_blocks > MAX_EXACT_BLOCKS or len(shown.runs) > MAX_RUNS:
         shown.runs = []
         shown.bin_size = -(-shown.num_blocks // NUM_BINS)
-        bins = np.arange(shown.num_blocks) // shown.bin_size
-        counts = np.bincount(bins * len(BlockState) + states, minlength=(bins[-1] + 1) * len(BlockState))
-        shown.bins = counts.reshape(-1, len(BlockState)).tolist()
+        starts = np.arange(0, shown.num_blocks, shown.bin_size)
+        columns = [np.add.reduceat(states == state, starts, dtype=np.int64) for state in BlockState]
+        shown.bins = np.stack(columns, axis=1).tolist()
     return shown
 
 
 def _states(pool: BlockPool) -> tuple[np.ndarray, np.ndarray]:
-    """``BlockState`` of each block, and the references to it: int64 [blocks]."""
+    """``BlockState`` of each block, int8, and the references to it, int32: [blocks]."""
     counts, kept = pool.references_and_kept()
-    references = np.array(counts, np.int64)
-    states = np.where(references > 1, BlockState.SHARED, np.where(references == 1, BlockState.USED, BlockState.FREE))
-    states[(references == 0) & (np.frombuffer(kept, np.uint8) != 0)] = BlockState.CACHED
+    references = np.frombuffer(counts, np.intc)
+    # As numbers of ``BlockState``: 0 and 1 without references, as the content is kept or not; 2 with one, 3 with more.
+    states = np.minimum(references, 2).astype(np.int8) + (references > 0)
+    np.copyto(states, np.frombuffer(kept, np.int8), where=references == 0)
     states[np.array(pool.pinned, np.int64) - pool.first] = BlockState.PINNED
     return states, references
 
@@ -61,7 +62,7 @@ def _runs(
 ) -> list[BlockRun]:
     if not len(states):
         return []
-    owners, indexes = np.full_like(states, NOBODY), np.zeros_like(states)
+    owners, indexes = np.full(len(states), NOBODY), np.zeros(len(states), np.int64)
     first, taken = tables.pool.first, bytearray(len(states))
     for seq_id, group_id in holders:
         table = tables.by_id.get(seq_id)

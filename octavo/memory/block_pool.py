@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 from octavo.core.untracked import untracked
@@ -24,8 +25,8 @@ class BlockPool:
         self.first = first
         # A stack: the block freed last is likely in the processor's cache, and pages never written stay unmapped.
         self._free = untracked(list(range(first + num_blocks - 1, first - 1, -1)))
-        #: Reference counts by id; the entries before ``first`` are not used.
-        self._references = untracked([0] * (first + num_blocks))
+        #: Reference counts by id; the entries before ``first`` are not used. An array, as views of the pool copy it.
+        self._references = array("i", bytes(array("i").itemsize * (first + num_blocks)))
         #: Whether the prefix cache keeps a block's content, by id.
         self._kept = bytearray(first + num_blocks)
         #: How often a block is pinned; each pin is a reference, too.
@@ -100,8 +101,8 @@ class BlockPool:
         """References to this block."""
         return self._references[block]
 
-    def references_and_kept(self) -> tuple[list[int], bytes]:
-        """Of each block, in order: references to it, and whether its content is kept (0 or 1). Copies."""
+    def references_and_kept(self) -> tuple[array[int], bytes]:
+        """Of each block, in order: references to it (C ints), and whether its content is kept (0 or 1). Copies."""
         return self._references[self.first :], bytes(self._kept[self.first :])
 
     def is_private(self, block: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -12,6 +13,7 @@ from octavo.memory import block_map
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_map import block_maps
 from octavo.memory.block_tables import NO_BLOCK
+from tests.busy_machine import once_in_three
 
 
 def blocks_of(shown: BlockMap) -> list[tuple[BlockState, int, int, int]]:
@@ -112,6 +114,29 @@ def test_many_blocks_are_sent_in_bins_with_the_same_counts() -> None:
     assert shown.runs == [] and len(shown.bins) <= NUM_BINS and MAX_EXACT_BLOCKS < 100_000
     assert [sum(column) for column in zip(*shown.bins, strict=True)] == shown.counts == [30_000, 0, 70_000, 0, 0]
     assert all(sum(one) == shown.bin_size for one in shown.bins[:-1])
+
+
+def test_a_map_of_very_many_blocks_takes_5_milliseconds() -> None:
+    """As an engine core makes it between two steps. Shared ones are among them, and the last bin is smaller."""
+    manager = BlockManager(300_001, 16)
+    for seq in range(300):
+        manager.grow([(seq, 0, 16 * 700)])
+    manager.fork(0, 300)
+    for seq in range(1, 300, 2):
+        manager.free(seq)
+    holders = [(seq, seq) for seq in range(301)]
+
+    def measure() -> dict[str, bool]:
+        times = []
+        for _ in range(5):
+            begun = time.process_time()
+            [shown] = block_maps(manager, holders)
+            times.append(time.process_time() - begun)
+            assert [sum(column) for column in zip(*shown.bins, strict=True)] == shown.counts
+            assert shown.counts == [300_001 - 105_000, 0, 105_000 - 700, 700, 0]
+        return {f"5 ms, not {min(times) * 1000:.1f}": min(times) < 0.005}
+
+    once_in_three(measure)
 
 
 def test_so_many_runs_that_bins_are_shorter_are_bins(monkeypatch: pytest.MonkeyPatch) -> None:
