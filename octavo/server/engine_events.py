@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -16,6 +16,7 @@ from octavo.core.engine_view import NUM_STEPS, EngineEvent, EngineView, Histogra
 from octavo.core.errors import OctavoError
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.api_errors import ApiError
+from octavo.server.middleware import client_of
 from octavo.server.streaming import EventStream
 
 logger = logging.getLogger("octavo.server")
@@ -26,8 +27,9 @@ INTERVAL = 0.25
 COST_SHARE = 1 / 400
 #: Seconds after which an event is sent although nothing has changed, or the engine has not answered.
 HEARTBEAT = 2.0
-#: Streams at once.
+#: Streams at once: in all, and of one client (an API key, or an address where no key is needed).
 MAX_LISTENERS = 64
+MAX_LISTENERS_PER_CLIENT = 16
 #: Events that a stream may be behind; beyond, it gets everything anew.
 _MOST_BEHIND = 8
 
@@ -40,7 +42,7 @@ class EngineEvents:
 
     def __init__(self, llm: AsyncLLM, latencies: Callable[[], list[Histogram]]) -> None:
         self._llm, self._latencies = llm, latencies
-        self.num_listeners = 0
+        self._listeners: Counter[str] = Counter()
         self._watcher: asyncio.Task[None] | None = None
         self._closing = False
         #: The last view and the last steps of each replica.
@@ -53,15 +55,23 @@ class EngineEvents:
         self._sent = 0.0
         self._changed = asyncio.Condition()
 
-    async def listen(self) -> AsyncGenerator[bytes, None]:
+    @property
+    def num_listeners(self) -> int:
+        """Streams that are open."""
+        return self._listeners.total()
+
+    async def listen(self, client: str = "") -> AsyncGenerator[bytes, None]:
         """Server-sent events until ``close``; the first has all that is known, and so has one after a long pause.
 
         Raises:
-            ApiError: 429, too many listen.
+            ApiError: 429, too many listen, in all or of this client.
         """
         if self.num_listeners >= MAX_LISTENERS:
             raise ApiError(429, f"{MAX_LISTENERS} pages watch the engine already", code="too_many_watchers")
-        self.num_listeners += 1
+        if self._listeners[client] >= MAX_LISTENERS_PER_CLIENT:
+            message = f"{MAX_LISTENERS_PER_CLIENT} of your pages watch the engine already; close one"
+            raise ApiError(429, message, code="too_many_watchers")
+        self._listeners[client] += 1
         if self._watcher is None:
             self._watcher = asyncio.create_task(self._watch())
         try:
@@ -76,8 +86,10 @@ class EngineEvents:
                         yield data
                 seen = self._number
         finally:
-            self.num_listeners -= 1
-            if not self.num_listeners and self._watcher is not None:
+            self._listeners[client] -= 1
+            if not self._listeners[client]:
+                del self._listeners[client]
+            if not self._listeners and self._watcher is not None:
                 self._watcher.cancel()
                 self._watcher = None
 
@@ -94,12 +106,11 @@ class EngineEvents:
     async def _watch(self) -> None:
         self._views.clear()
         self._steps.clear()
-        fresh = True
+        fresh, self._sent = True, time.monotonic()
         while True:
             asked = asyncio.ensure_future(self._llm.engine_views(fresh=fresh))
             try:
-                while not (await asyncio.wait({asked}, timeout=HEARTBEAT))[0]:
-                    await self._publish([])
+                await self._beat_until(asked)
                 await self._publish(asked.result())
                 fresh = False
             except OctavoError:  # the engine has died
@@ -110,7 +121,20 @@ class EngineEvents:
             finally:
                 asked.cancel()
             cost = max((view.cost for view in self._views.values()), default=0.0)
-            await asyncio.sleep(max(INTERVAL, cost / COST_SHARE))
+            pause = asyncio.ensure_future(asyncio.sleep(max(INTERVAL, cost / COST_SHARE)))
+            try:
+                await self._beat_until(pause)
+            finally:
+                pause.cancel()
+
+    async def _beat_until(self, done: asyncio.Future[Any]) -> None:
+        """Waits for a future; whenever nothing was sent for ``HEARTBEAT`` seconds, an event without views is."""
+        while not done.done():
+            left = self._sent + HEARTBEAT - time.monotonic()
+            if left <= 0:
+                await self._publish([])
+            else:
+                await asyncio.wait({done}, timeout=left)
 
     async def _publish(self, views: list[EngineView]) -> None:
         for view in views:
@@ -153,4 +177,4 @@ async def engine_events(request: Request) -> EventStream:
             "api_key_file, or listen on 127.0.0.1"
         )
         raise ApiError(403, message, code="needs_api_keys")
-    return EventStream(events.listen(), None)
+    return EventStream(events.listen(client_of(request)), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -147,6 +148,10 @@ def test_an_open_stream_does_not_hold_the_shutdown_up(serve: Serve) -> None:
 # --- the watcher ----------------------------------------------------------------------------------------------------
 
 
+#: Seconds that a timer may be late on a busy machine.
+PATIENCE_OF_TIMERS = 2.0
+
+
 class FakeEngine:
     """Gives views, and counts how often it is asked."""
 
@@ -234,6 +239,68 @@ def test_views_that_take_long_are_made_less_often() -> None:
         await stream.aclose()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.35])
+def test_something_is_sent_every_two_seconds_whatever_a_view_costs(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A view that costs 50 ms is asked for every 20 seconds; and one may take longer than that to come."""
+    monkeypatch.setattr(engine_events, "HEARTBEAT", 0.1)
+
+    class Slow(FakeEngine):
+        async def engine_views(self, *, fresh: bool) -> list[EngineView]:
+            await asyncio.sleep(seconds)
+            return await super().engine_views(fresh=fresh)
+
+    async def main() -> None:
+        engine = Slow(cost=0.05)
+        stream = make(engine).listen()
+        times, sent = [], []
+        for _ in range(9):
+            sent.append(read(await anext(stream)))
+            times.append(time.monotonic())
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+        assert max(gaps) < 0.1 + PATIENCE_OF_TIMERS and sum(gaps) >= 6 * 0.1
+        assert len(engine.asked) == 1 and sum(bool(event["views"]) for event in sent) == 1
+        await stream.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("quick")
+def test_one_client_has_not_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_events, "MAX_LISTENERS_PER_CLIENT", 2)
+
+    async def main() -> None:
+        events = make(FakeEngine())
+        streams = [events.listen(client) for client in ("a", "b", "a", "b", "c")]
+        for stream in streams:
+            await anext(stream)
+        with pytest.raises(ApiError, match="2 of your pages") as error:
+            await anext(events.listen("a"))
+        assert error.value.status == 429 and events.num_listeners == 5
+        await streams[0].aclose()
+        again = events.listen("a")
+        await anext(again)
+        for stream in (*streams, again):
+            await stream.aclose()
+        assert events.num_listeners == 0
+
+    asyncio.run(main())
+
+
+def test_a_server_counts_the_streams_of_an_address(tiny_server: Running) -> None:
+    with contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(events(tiny_server)) for _ in range(engine_events.MAX_LISTENERS_PER_CLIENT)]
+        for stream in streams:
+            next(stream)
+        with tiny_server.http() as http:
+            with http.stream("GET", "/engine/events") as refused:  # what is not refused does not end
+                assert refused.status_code == 429
+                refused.read()
+            assert refused.json()["error"]["code"] == "too_many_watchers"
+            assert http.get("/health").status_code == 200
 
 
 @pytest.mark.usefixtures("quick")
