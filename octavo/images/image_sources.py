@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import importlib
 import re
 import ssl
 from collections.abc import Sequence
@@ -81,6 +82,7 @@ class ImageFetcher:
         """``certificates``: which ones of https are trusted; None: those that httpx does."""
         self._rules = rules
         self._certificates = certificates
+        self._preparing: asyncio.Future[ssl.SSLContext] | None = None
         self._max_bytes = max_bytes
         self._turns = asyncio.Semaphore(_MOST_AT_ONCE)
 
@@ -98,27 +100,34 @@ class ImageFetcher:
             )
         async with self._turns:
             try:
-                async with asyncio.timeout(rules.seconds), self._client() as client:
-                    return await self._follow(client, url, name)
+                async with asyncio.timeout(rules.seconds):
+                    async with self._client(await self._trusted()) as client:
+                        return await self._follow(client, url, name)
             except TimeoutError:
                 raise InvalidRequestError(f"{name} was not sent within {rules.seconds:g} seconds") from None
 
-    def _client(self) -> httpx.AsyncClient:
+    def _client(self, certificates: ssl.SSLContext) -> httpx.AsyncClient:
         """One for each file, so that no connection that was made for another host at the same address is used.
 
         It uses no proxies of the environment, which would connect wherever the name leads by then.
         """
         import httpx
 
-        if self._certificates is None:
-            self._certificates = httpx.create_ssl_context(trust_env=False)
         return httpx.AsyncClient(
-            verify=self._certificates,
+            verify=certificates,
             trust_env=False,
             follow_redirects=False,
             timeout=None,  # that of ``fetch``
             limits=httpx.Limits(max_keepalive_connections=0),
         )
+
+    async def _trusted(self) -> ssl.SSLContext:
+        """What certificates are judged by; the first call reads them, in a thread, as that takes tenths of a second."""
+        if self._certificates is None:
+            if self._preparing is None:
+                self._preparing = asyncio.ensure_future(asyncio.to_thread(_prepare))
+            self._certificates = await asyncio.shield(self._preparing)  # others wait for it, too
+        return self._certificates
 
     async def _follow(self, client: httpx.AsyncClient, url: str, name: str) -> bytes:
         for _ in range(self._rules.max_redirects + 1):
@@ -192,6 +201,15 @@ class ImageFetcher:
             return bytes(content)
         finally:
             await response.aclose()
+
+
+def _prepare() -> ssl.SSLContext:
+    """Imports all that a first connection imports, and reads the certificates that httpx trusts."""
+    import httpx
+
+    for name in ("httpcore", "anyio._backends._asyncio", "anyio.streams.tls"):
+        importlib.import_module(name)
+    return httpx.create_ssl_context(trust_env=False)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -9,11 +9,14 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -321,6 +324,35 @@ def test_a_second_address_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
             assert await ImageFetcher(rules).fetch(f"http://two.example:{port}/") == FILE
 
     asyncio.run(run())
+
+
+def test_the_first_fetch_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The certificates are read once, in a thread, for all that come at once; one that leaves takes nothing along."""
+    read_in: list[str] = []
+    make = httpx.create_ssl_context
+
+    def slow(**options: Any) -> ssl.SSLContext:
+        read_in.append(threading.current_thread().name)
+        time.sleep(0.5)
+        return make(**options)
+
+    monkeypatch.setattr(httpx, "create_ssl_context", slow)
+
+    async def run() -> None:
+        async with web(answered(FILE)) as port:
+            fetcher, ticks = ImageFetcher(LOCAL), 0
+            first = [asyncio.ensure_future(fetcher.fetch(f"http://127.0.0.1:{port}/a.png")) for _ in range(3)]
+            while not read_in:
+                await asyncio.sleep(0.01)
+            first.pop().cancel()
+            while not all(task.done() for task in first):
+                await asyncio.sleep(0.01)
+                ticks += 1
+            assert [task.result() for task in first] == [FILE, FILE] and ticks >= 5
+            assert await fetcher.fetch(f"http://127.0.0.1:{port}/a.png") == FILE
+
+    asyncio.run(run())
+    assert len(read_in) == 1 and read_in[0] != threading.current_thread().name
 
 
 def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
