@@ -12,17 +12,15 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from pydantic.warnings import UnsupportedFieldAttributeWarning
-from starlette.requests import Request
-from starlette.responses import HTMLResponse
 
 from octavo import __version__
 from octavo.core.server_options import FORM_BYTES, ServerOptions
 from octavo.server import adapter_routes, admin, completions, operation, tokenization
+from octavo.server.api_description import add_description_routes
 from octavo.server.api_errors import handle_errors
 from octavo.server.body_budget import make_budget
 from octavo.server.chat_completions import create_chat_completion
 from octavo.server.deferred_routes import DeferredRoutes, make_deferred
-from octavo.server.docs_page import docs_page
 from octavo.server.engine_events import engine_events
 from octavo.server.formats import RELAXED_HEADER
 from octavo.server.large_bodies import BodyRoute
@@ -110,11 +108,14 @@ def make_routes(options: ServerOptions, metrics: Metrics, api_keys: Sequence[str
             {"name": "Server"},
         ],
         redirect_slashes=False,
+        openapi_url=None,  # see add_description_routes
         docs_url=None,
         redoc_url=None,
         license_info={"name": "Apache-2.0"},
     )
     app.router.route_class = BodyRoute
+    has_page = options.ui and (options.is_local or bool(api_keys))
+    add_description_routes(app, page=has_page)
     with _without_pydantic_v1():
         _add_openai_routes(app)
         _add_anthropic_routes(app)
@@ -146,7 +147,7 @@ def make_routes(options: ServerOptions, metrics: Metrics, api_keys: Sequence[str
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", RELAXED_HEADER],
         )
-    if options.ui and (options.is_local or api_keys):
+    if has_page:
         app.add_middleware(UiMiddleware)
     app.state.has_keys = bool(api_keys)
     app.add_middleware(
@@ -210,11 +211,6 @@ def _add_anthropic_routes(app: FastAPI) -> None:
     add(f"{path}/count_tokens", messages.count_tokens, TokenCount)
 
 
-async def _docs(request: Request) -> HTMLResponse:
-    """The OpenAPI description as a page."""
-    return HTMLResponse(docs_page(request.app.openapi()))
-
-
 def _add_other_routes(app: FastAPI) -> None:
     add_llama_routes(partial(_add, app, tag="llama.cpp"))
     _add(app, "GET", "/tokenizer_info", tokenization.tokenizer_info, TokenizerInfo, "Tokens")
@@ -223,7 +219,6 @@ def _add_other_routes(app: FastAPI) -> None:
     _add(app, "GET", "/", operation.index, Index, "Server")
     _add(app, "GET", "/health", operation.health, Health, "Server", errors={503: _WITH_BODY[503]})
     _add(app, "GET", "/version", operation.version, Version, "Server")
-    app.add_route("/docs", _docs, include_in_schema=False)
     app.add_route("/engine/events", engine_events, include_in_schema=False)
     text: dict[int | str, dict[str, Any]] = {
         200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}}

@@ -19,7 +19,7 @@ const OF_SPEECH = new Set(["prompt", "response_format"]);
 let description = null;
 
 async function fieldsOf(kind) {
-  description ??= getJson("/openapi.json");
+  description ??= getJson("/ui/requests.json");
   try {
     const { components, paths } = await description;
     const [{ schema }] = Object.values(paths[routeOf(kind)].post.requestBody.content);
