@@ -15,8 +15,10 @@ _ZLIB = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": 
 
 #: Most encodings, one within the other: some clients compress what is compressed, nobody does it more often.
 MAX_ENCODINGS = 2
-#: Bytes of a body that are unpacked at once; between two pieces its size is counted.
+#: Bytes that a decoder is given at once, and makes at once; after each step the size is counted, and other threads
+#: have a turn.
 _PIECE = 64 << 10
+_STEP = 1 << 20
 #: Largest window of zstd, as a power of two, that takes memory beside the result: 8 MiB (RFC 9659).
 _MAX_WINDOW_LOG = 23
 
@@ -75,21 +77,30 @@ def _zstd_decoder() -> Any:
 
 def _decoded(decoder: Any, body: bytes, name: str, max_bytes: int, grow_to: Callable[[int], None]) -> bytes:
     """What a decoder makes of a body in its encoding."""
-    pieces, size = [], 0
+    pieces, size = list[bytes](), 0
     for start in range(0, len(body), _PIECE):
-        try:
-            piece = decoder.decompress(body[start : start + _PIECE], max_bytes + 1 - size)
-        except Exception:  # zlib.error, or zstd's own
-            break
-        pieces.append(piece)
-        size += len(piece)
-        if size > max_bytes:
-            raise body_too_large(max_bytes)
-        grow_to(size)
-        if decoder.eof:
-            return b"".join(pieces)
+        rest, is_full = body[start : start + _PIECE], True
+        while rest or is_full:
+            most = min(_STEP, max_bytes + 1 - size)
+            try:
+                piece = decoder.decompress(rest, most)
+            except Exception:  # zlib.error, or zstd's own
+                raise _not_whole(name) from None
+            pieces.append(piece)
+            size += len(piece)
+            if size > max_bytes:
+                raise body_too_large(max_bytes)
+            grow_to(size)
+            if decoder.eof:
+                return b"".join(pieces)
+            # zlib gives back what it has not read; zstd keeps it.
+            rest, is_full = getattr(decoder, "unconsumed_tail", b""), len(piece) == most
+    raise _not_whole(name)
+
+
+def _not_whole(name: str) -> ApiError:
     message = f"the body is not whole, or not in its Content-Encoding ({name})"
-    raise ApiError(400, message, code="invalid_encoding")
+    return ApiError(400, message, code="invalid_encoding")
 
 
 def body_too_large(

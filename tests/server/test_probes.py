@@ -12,6 +12,7 @@ import anthropic
 import httpx
 import pytest
 
+from octavo.server import compressed_bodies
 from octavo.server.api_errors import ApiError
 from octavo.server.compressed_bodies import decompressed
 from tests.server.running_server import Running
@@ -86,6 +87,20 @@ def test_what_a_body_becomes_is_bounded_at_every_step() -> None:
     with pytest.raises(ApiError) as caught:
         decompressed(bomb, "gzip, gzip", 1 << 20)
     assert caught.value.status == 413
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 63, 64, 65, 1000])
+@pytest.mark.parametrize("step", [1, 7, 64])
+def test_a_body_is_unpacked_in_steps(size: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed_bodies, "_STEP", step)
+    monkeypatch.setattr(compressed_bodies, "_PIECE", step)
+    for body in (bytes(size), os.urandom(size)):
+        assert decompressed(zlib.compress(body), "deflate", size) == body
+        assert decompressed(gzip.compress(gzip.compress(body)), "gzip, gzip", 2 * size + 100) == body
+        if size:
+            with pytest.raises(ApiError) as caught:
+                decompressed(zlib.compress(body), "deflate", size - 1)
+            assert caught.value.status == 413
 
 
 def test_a_body_that_grows_is_counted_before_it_is_whole() -> None:
