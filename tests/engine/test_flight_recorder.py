@@ -42,3 +42,19 @@ def test_groups_of_a_repeated_step_are_not_looked_up() -> None:
         recorder.note([7, 8], group_of)
     os.close(memory)
     assert looked_up == [7, 8]
+
+
+def test_a_group_that_is_being_added_is_noted_until_the_next_step() -> None:
+    memory = recorder_memory()
+    recorder = FlightRecorder(os.dup(memory), 2)
+    recorder.attempt(0)
+    assert read_recorder(memory) == recorder.groups == {0}
+    recorder.note([7], lambda seq_id: 100)
+    recorder.attempt(5)
+    assert read_recorder(memory) == recorder.groups == {100, 5}
+    recorder.note([7], lambda seq_id: 100)
+    assert read_recorder(memory) == recorder.groups == {100}
+    recorder.begin_trial(9)
+    assert read_recorder(memory) == recorder.groups == {9}
+    recorder.note([8], lambda seq_id: 9)
+    assert read_recorder(memory) == recorder.groups == {9}

@@ -295,3 +295,17 @@ def test_swapping_nothing_succeeds() -> None:
     assert manager.swap_out([5])
     assert manager.swap_in([5])
     assert manager.blocks_to_swap_in([5]) == (0,)
+
+
+def test_to_clear_frees_what_sequences_and_moves_hold() -> None:
+    blocks = BlockManager(8, 4, num_host_blocks=4, prefix_caching=True)
+    assert blocks.grow([(1, 0, 8), (2, 0, 8)]) is not None
+    blocks.fork(1, 3)
+    assert blocks.grow([(3, 7, 8)]) is not None  # a copy that no plan has
+    assert blocks.swap_out([2])
+    blocks.clear()
+    assert (blocks.state.used, blocks.state.host_used, blocks.num_tables) == (0, 0, 0)
+    assert blocks.take_moves() == ([], [], [])
+    blocks.groups[0].device.allocate(1)  # in no table
+    with pytest.raises(RuntimeError):
+        blocks.clear()
