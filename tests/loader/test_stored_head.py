@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from octavo import LLM, ConfigError, InvalidRequestError, PoolingParams, WeightError
+from octavo import LLM, ConfigError, InvalidRequestError, PoolingParams, SamplingParams, WeightError
 from octavo.core.dtypes import DType
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.context import LayerContext
@@ -98,7 +98,8 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[
     file = folder / "model.safetensors"
     tensors = load_file(file)
     changed = change(tensors)
-    save_file(tensors if changed is None else changed, file, metadata={"format": "pt"})
+    kept = tensors if changed is None else changed
+    save_file({name: t.contiguous() for name, t in kept.items()}, file, metadata={"format": "pt"})
 
 
 def theirs(folder: Path) -> torch.Tensor:
@@ -144,6 +145,44 @@ def test_a_head_in_the_file_counts_if_it_differs_from_the_embedding(architecture
 
     edit_tensors(tmp_path, lambda tensors: {name: t for name, t in tensors.items() if name != embedding})
     assert_close(ours(tmp_path).numpy(), theirs(tmp_path).numpy(), 1e-4)
+
+
+SEQ2SEQ: dict[str, dict[str, Any]] = {
+    "T5ForConditionalGeneration": {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+    "BartForConditionalGeneration": {
+        **{"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4},
+        **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64, "decoder_start_token_id": 2},
+        **{"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "forced_eos_token_id": None},
+    },
+}
+
+
+@pytest.mark.parametrize("architecture", SEQ2SEQ)
+def test_the_head_of_an_encoder_decoder(architecture: str, tmp_path: Path) -> None:
+    kind: Any = getattr(transformers, architecture)
+    values = {"vocab_size": 101, "d_model": 32, **SEQ2SEQ[architecture], "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**values))
+    for tensor in model.parameters():
+        tensor.data.normal_(0, 0.2)
+    model.save_pretrained(tmp_path)
+    edit_tensors(
+        tmp_path,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": next(t for name, t in tensors.items() if name.endswith("shared.weight")).flip(0)}
+        ),
+    )
+    start = [values["decoder_start_token_id"], 4, 8]
+    with torch.inference_mode():
+        model = kind.from_pretrained(tmp_path).eval()
+        logits = model(input_ids=torch.tensor([PROMPT]), decoder_input_ids=torch.tensor([start])).logits[0, -1]
+    scores = logits.log_softmax(-1)
+    llm = LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=64)
+    prompt: Any = {"encoder_prompt": {"prompt_token_ids": PROMPT}, "decoder_prompt": {"prompt_token_ids": start}}
+    params = SamplingParams(max_tokens=1, temperature=0, logprobs=1, detokenize=False, ignore_eos=True)
+    output = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    assert output.token_ids[0] == int(scores.argmax()) and output.logprobs is not None
+    assert abs(output.logprobs[0][output.token_ids[0]].logprob - float(scores.max())) < 1e-4
 
 
 def test_every_decoder_of_the_registry_is_tested() -> None:
