@@ -95,6 +95,7 @@ def _help(conversation: Conversation, rest: str) -> None:
 
 def _clear(conversation: Conversation, rest: str) -> None:
     conversation.clear()
+    notice("a new conversation" + (" under the same system message" if conversation.system else ""))
 
 
 def _system(conversation: Conversation, rest: str) -> None:

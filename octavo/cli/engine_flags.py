@@ -17,7 +17,7 @@ from octavo.cli.parsing import Arguments, Parser, refuse_words
 from octavo.core.adapters import LoRARequest
 from octavo.core.config import EngineConfig, Sizes
 from octavo.core.config_sources import configured_model, parse_option, resolve_config
-from octavo.core.errors import ConfigError
+from octavo.core.errors import AdapterError, ConfigError
 from octavo.core.foreign_options import FOREIGN_OPTIONS, OTHER_NAMES
 
 PREFIX = "engine"
@@ -87,7 +87,11 @@ def add_lora_flag(parser: Parser) -> None:
 
 
 def read_lora(arguments: Arguments) -> LoRARequest | None:
-    """The adapter that ``--lora`` names, if it is given; the engine then serves adapters."""
+    """The adapter that ``--lora`` names, if it is given; the engine then serves adapters.
+
+    Raises:
+        ConfigError: there is no adapter at its path.
+    """
     value: str | None = arguments.lora
     if value is None:
         return None
@@ -95,6 +99,12 @@ def read_lora(arguments: Arguments) -> LoRARequest | None:
     if not separator or "/" in name:
         name, path = Path(value).stem if value.endswith(".gguf") else Path(value).name, value
     vars(arguments).setdefault(f"{PREFIX}:enable_lora", True)
+    from octavo.loader.adapters.adapter_files import check_adapter_path
+
+    try:
+        check_adapter_path(path)
+    except AdapterError as e:
+        raise ConfigError(f"--lora: {e}") from None
     return LoRARequest(name, 1, path)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo.cli.engine_flags import add_engine_flags, add_lora_flag, add_verbose_flag, read_lora, take_engine_config
-from octavo.cli.image_files import read_images
+from octavo.cli.image_files import check_image_files, read_images
 from octavo.cli.parsing import (
     EXIT_FAILED,
     Arguments,
@@ -95,6 +95,7 @@ def make_parser() -> Parser:
 def run(arguments: Arguments) -> int:
     """Completes the prompts; returns 1 if any failed."""
     lora = read_lora(arguments)
+    check_image_files(arguments.image)
     config = take_engine_config(arguments, more_words=True)
     with errors_of_the_call():
         sampling = {**DEFAULTS, **arguments.group(PREFIX)}

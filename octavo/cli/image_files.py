@@ -13,6 +13,24 @@ if TYPE_CHECKING:
     from octavo.images.processor import ProcessedImage
 
 
+def check_image_files(paths: Sequence[str]) -> None:
+    """Refuses files that are not there, and images where Pillow is not installed, before a model is fetched.
+
+    Raises:
+        ConfigError: see above.
+    """
+    if not paths:
+        return
+    for path in paths:
+        try:
+            Path(path).expanduser().open("rb").close()
+        except OSError as e:
+            raise ConfigError(f"the image {path} cannot be read: {e.strerror}") from None
+    from octavo.images.pillow import pillow
+
+    pillow()
+
+
 def read_images(inputs: InputProcessor, paths: Sequence[str]) -> list[ProcessedImage]:
     """What a model makes of files.
 

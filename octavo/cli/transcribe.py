@@ -6,6 +6,7 @@ import itertools
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ def make_parser() -> Parser:
         epilog=EXAMPLE,
     )
     parser.add_argument("--format", choices=ENDINGS, default="text", help="what to write (default: text)")
-    parser.add_argument("--output-dir", type=Path, metavar="FOLDER", help="write a file for each recording in it")
+    parser.add_argument("--output-dir", type=Path, metavar="FOLDER", help="write a file for each recording into it")
     parser.add_argument("--language", metavar="CODE", help="language that is spoken (default: it is detected)")
     parser.add_argument("--task", metavar="TASK", default="transcribe", help="transcribe, or translate (to English)")
     parser.add_argument("--prompt", metavar="TEXT", help="text before the recording: its style, how names are written")
@@ -70,17 +71,27 @@ def run(arguments: Arguments) -> int:
     named = arguments.model or (None if configured_model(arguments.config) else DEFAULT_MODEL)
     config = read_engine_config(arguments, named)
     params = _params(arguments)
+    from octavo.speech.audio_files import AudioLimits, import_soundfile
+
+    import_soundfile()  # without it nothing of a model need be fetched
+    failed = Counter[str]()
+    jobs = list(_readable(paths, targets, failed))
+    if not jobs:
+        return EXIT_FAILED
+    if (folder := arguments.output_dir) is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(f"--output-dir {folder} cannot be made: {e.strerror}") from None
     from octavo.engine.llm_engine import LLMEngine
     from octavo.engine.model_files import find_files
     from octavo.engine.speech_requests import check_hears
     from octavo.engine.transcription_calls import TranscriptionCalls
-    from octavo.speech.audio_files import AudioLimits, import_soundfile
     from octavo.speech.formats import FORMATS
 
     class Engine(LLMEngine, TranscriptionCalls):
         """One that takes recordings."""
 
-    import_soundfile()  # without it nothing of a model need be fetched
     start = time.monotonic()
     files = find_files(config)
     try:
@@ -89,24 +100,24 @@ def run(arguments: Arguments) -> int:
         raise ConfigError(str(e)) from None
     limits = AudioLimits() if arguments.max_seconds is None else AudioLimits(max_seconds=arguments.max_seconds)
     engine = Engine(files)
-    loaded, start, failed = time.monotonic() - start, time.monotonic(), Counter[str]()
+    loaded, start = time.monotonic() - start, time.monotonic()
 
     def write(number: int, made: Transcription) -> None:
         if made.error is not None:
             failed["recordings"] += 1
             print(f"octavo: error: {made.error}", file=sys.stderr)
             return
-        text, target = FORMATS[arguments.format](made), targets[number]
+        text, (path, target) = FORMATS[arguments.format](made), jobs[number]
         if target is not None:
             target.write_text(text, encoding="utf-8")
         else:
-            print(for_output(f"{paths[number]}: {text}" if len(paths) > 1 else text), end="", flush=True)
+            print(for_output(f"{path}: {text}" if len(paths) > 1 else text), end="", flush=True)
 
     shows_bar = sys.stderr.isatty() and (arguments.output_dir is not None or not sys.stdout.isatty())
-    made = engine.transcribe(list(paths), params, use_tqdm=shows_bar, limits=limits, on_end=write)
+    made = engine.transcribe([path for path, _ in jobs], params, use_tqdm=shows_bar, limits=limits, on_end=write)
     seconds, audio = time.monotonic() - start, sum(each.duration for each in made)
     if arguments.json is not None:
-        figures = {"recordings": len(made), "failed": failed["recordings"], "audio_seconds": audio}
+        figures = {"recordings": len(paths), "failed": failed["recordings"], "audio_seconds": audio}
         write_json(arguments.json, {**figures, "seconds": seconds, "load_seconds": loaded})
     print(
         f"octavo: {audio:.0f} s of audio in {seconds:.2f} s: {audio / seconds:.1f} times as fast as it is spoken "
@@ -114,6 +125,20 @@ def run(arguments: Arguments) -> int:
         file=sys.stderr,
     )
     return EXIT_FAILED if failed else 0
+
+
+def _readable(
+    paths: list[Path], targets: list[Path | None], failed: Counter[str]
+) -> Iterator[tuple[Path, Path | None]]:
+    """The recordings that can be opened, with their targets; the others are reported, before a model is loaded."""
+    for path, target in zip(paths, targets, strict=True):
+        try:
+            path.open("rb").close()
+        except OSError as e:
+            print(f"octavo: error: {path} cannot be read: {e.strerror}", file=sys.stderr)
+            failed["recordings"] += 1
+        else:
+            yield path, target
 
 
 def _params(arguments: Arguments) -> TranscriptionParams:
@@ -145,8 +170,6 @@ def _targets(paths: list[Path], folder: Path | None, ending: str, form: str) -> 
         if len(paths) > 1 and form != "text":
             raise ConfigError(f"--format {form} of {len(paths)} recordings needs --output-dir FOLDER")
         return [None] * len(paths)
-    if not folder.is_dir():
-        raise ConfigError(f"--output-dir {folder} is no folder")
     targets = [folder / f"{path.stem}.{ending}" for path in paths]
     for first, second in itertools.pairwise(sorted(targets)):
         if first == second:

@@ -1,36 +1,40 @@
-"""How to install the packages that only some of Octavo's functions need."""
+"""Extras of the package: how to install one into the environment that runs."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import re
 import shlex
 import sys
-
-#: The marker of a requirement that belongs to an extra, as the metadata of packages write it.
-_EXTRA = re.compile(r"""\bextra\s*==\s*['"]([\w-]+)['"]""")
+from pathlib import Path
 
 
-def install_extra(extra: str) -> str:
-    """The pip command that installs an extra's packages where the running Python finds them.
+def how_to_install(extra: str) -> str:
+    """The end of a message about a package that is missing: the extra, and the command that installs it.
 
-    It names the packages themselves, as pip would look for ``octavo[extra]`` on an index, where Octavo may not be.
+    The command names the running Python, as another ``pip`` may come first on the path, and the extra's requirements
+    instead of ``octavo[...]``, as the package may be a checkout or a wheel that no index has.
     """
-    return f"{pip_install(*_requirements(extra))} (the extra octavo[{extra}])"
+    return f"install the extra octavo[{extra}]: {pip_install(*requirements(extra))}"
 
 
-def pip_install(*requirements: str) -> str:
-    """The pip command of the running Python for some packages."""
-    return shlex.join([sys.executable or "python", "-m", "pip", "install", *requirements])
+def pip_install(*wanted: str) -> str:
+    """The shell command that installs requirements into the running environment; with uv where that has no pip."""
+    if importlib.util.find_spec("pip") is None:
+        return shlex.join(["uv", "pip", "install", "--python", sys.executable, *wanted])
+    return shlex.join([sys.executable, "-m", "pip", "install", *wanted])
 
 
-def _requirements(extra: str) -> list[str]:
-    """The requirements of an extra, without what they depend on."""
-    from importlib import metadata  # slow, and needed for an error only
-
+def requirements(extra: str) -> list[str]:
+    """What an extra needs, from the installed package's metadata; of a checkout that is not installed, its folder."""
     try:
-        given = metadata.requires("octavo") or []
-    except metadata.PackageNotFoundError:  # its folder without its metadata
-        given = []
-    parts = [requirement.partition(";") for requirement in given]
-    named = [name.strip() for name, _, marker in parts if (of := _EXTRA.search(marker)) is not None and of[1] == extra]
-    return named or [f"octavo[{extra}]"]
+        declared = importlib.metadata.requires("octavo") or []
+    except importlib.metadata.PackageNotFoundError:
+        declared = []
+    found = []
+    for requirement in declared:
+        name, _, marker = requirement.partition(";")
+        if re.search(rf"""extra\s*==\s*["']{re.escape(extra)}["']""", marker):
+            found.append(name.strip())
+    return found or [f"{Path(__file__).resolve().parents[2]}[{extra}]"]

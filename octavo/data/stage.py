@@ -9,7 +9,7 @@ from typing import Any
 from octavo.core.config import EngineConfig
 from octavo.core.config_sources import resolve_config
 from octavo.core.errors import ConfigError
-from octavo.core.extras import install_extra
+from octavo.core.extras import how_to_install
 from octavo.core.pooling_params import PoolingParams
 from octavo.data.generator import Columns, Generator, Params, Vectors
 
@@ -118,7 +118,7 @@ def import_ray() -> Any:
     try:
         import ray.data
     except ImportError as e:
-        raise ConfigError(f"octavo.data needs Ray Data ({e}): {install_extra('ray')}") from None
+        raise ConfigError(f"octavo.data needs Ray Data ({e}): {how_to_install('ray')}") from None
     return ray.data
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from octavo.core.errors import AdapterError, AdapterNotFoundError
@@ -43,6 +43,19 @@ def allowed_path(folder: Path, path: str) -> str:
                 "allows"
             )
     return str(real)
+
+
+def check_paths(paths: Collection[str]) -> None:
+    """Refuses paths where no adapter lies, before the model that they are for is loaded.
+
+    Raises:
+        AdapterError: naming the first.
+    """
+    if paths:
+        from octavo.loader.adapters.adapter_files import check_adapter_path
+
+        for path in paths:
+            check_adapter_path(path)
 
 
 class AdapterResolver(ABC):

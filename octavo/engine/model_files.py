@@ -17,6 +17,7 @@ from octavo.core.text_files import read_text
 from octavo.engine.chat_template import read_chat_template
 from octavo.engine.find_tokenizer import find_tokenizer
 from octavo.engine.tokenizer import Tokenizer
+from octavo.kernels import check_kernel_packages
 from octavo.loader.resolve import resolve_model
 from octavo.models.config_files import default_sampling
 from octavo.scheduler.policies import policy_class
@@ -58,6 +59,19 @@ def check_classes(options: EngineConfig) -> None:
     LogitsPlugins(options.logits_processors or ())
 
 
+def check_packages(options: EngineConfig) -> None:
+    """Refuses options that need a package which is not installed, before a model is looked for.
+
+    Raises:
+        ConfigError: see above.
+    """
+    check_kernel_packages(options.kernels, options.device)
+    if options.distributed_executor_backend == "ray":
+        from octavo.executor.ray_executor import import_ray
+
+        import_ray()
+
+
 def read_files(options: EngineConfig) -> list[tuple[str, str]]:
     """Text and name of each file that the option ``shared_prefix`` lists.
 
@@ -95,6 +109,7 @@ def find_model(options: EngineConfig, when_found: Callable[[Path], object] = lam
     Raises:
         OctavoError: an option is wrong, or the model is unknown, unreadable or unsupported.
     """
+    check_packages(options)
     check_classes(options)
     prefixes = read_files(options)
     read_chat_template(options.chat_template)

@@ -15,7 +15,7 @@ from typing import Any
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError, EngineDeadError
-from octavo.core.extras import install_extra
+from octavo.core.extras import how_to_install
 from octavo.executor.broadcast import Broadcast
 from octavo.executor.remote import RemoteExecutor
 from octavo.executor.rendezvous import SECRET_BYTES, accept, connect
@@ -28,6 +28,21 @@ _PLACEMENT_TIMEOUT = 60.0
 _BACKLOG = 256
 
 logger = logging.getLogger("octavo")
+
+
+def import_ray() -> Any:
+    """The package ``ray``.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(
+            f"distributed_executor_backend='ray' needs Ray ({how_to_install('ray')}); or use mp on one machine"
+        ) from None
+    return ray
 
 
 class RayWorker:
@@ -60,13 +75,7 @@ class RayExecutor(RemoteExecutor):
             ConfigError: Ray is not installed.
         """
         super().__init__(options, spec, replica)
-        try:
-            import ray
-        except ImportError:
-            raise ConfigError(
-                f"distributed_executor_backend='ray' needs Ray: {install_extra('ray')}; or use mp on one machine"
-            ) from None
-        self._ray: Any = ray
+        self._ray: Any = import_ray()
         self.needs_store = options.world_size > 1
         self._workers: list[Any] = []
         self._serving: list[Any] = []

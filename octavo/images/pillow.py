@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.core.errors import ConfigError
-from octavo.core.extras import install_extra
+from octavo.core.extras import how_to_install
 
 
 def pillow() -> Any:
@@ -18,6 +18,6 @@ def pillow() -> Any:
         from PIL import Image
     except (ImportError, OSError) as e:  # OSError: a library that it wraps is missing
         raise ConfigError(
-            f"images need the package Pillow, which fails to import ({e}): {install_extra('images')}"
+            f"images need the package Pillow, which fails to import ({e}): {how_to_install('images')}"
         ) from None
     return Image

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.core.errors import ConfigError
-from octavo.core.extras import install_extra
+from octavo.core.extras import how_to_install
 from octavo.kernels.triton.interpreter import interpreted
 
 if TYPE_CHECKING:
@@ -32,7 +32,25 @@ def require_torch(what: str) -> None:
         ConfigError: it is not; the message names ``what`` and says what to install.
     """
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError(f"{what} need torch, which is not installed: {install_extra('torch')}")
+        raise ConfigError(f"{what} need torch, which is not installed: {how_to_install('torch')}")
+
+
+def check_kernel_packages(kernels: str, device: str) -> None:
+    """Refuses a device or kernels whose packages are not installed, before a model is fetched; imports none of them.
+
+    Args:
+        kernels: "auto" or one of ``BACKENDS``.
+        device: "auto", "cpu" or a CUDA device.
+
+    Raises:
+        ConfigError: one is not installed; the message says how to install it.
+    """
+    if importlib.util.find_spec("torch") is not None:
+        return
+    if device not in ("auto", "cpu"):
+        require_torch(f"device={device!r}: GPUs")
+    if kernels in ("auto", *BACKENDS):
+        _choose("cpu" if kernels == "auto" else kernels, gpu=False, head_dim=8, name=kernels)
 
 
 def num_gpus() -> int:
@@ -97,18 +115,7 @@ def load_kernels(
     if name not in ("auto", *BACKENDS):
         raise ConfigError(f"unknown kernel backend {name!r}; known: auto, {', '.join(BACKENDS)}")
     gpu = not device.startswith("cpu")
-    wanted = ("triton" if gpu else "cpu") if name == "auto" else name
-    obstacle = _obstacle(wanted, gpu, head_dim)
-    if obstacle is not None:
-        if name != "auto":
-            raise ConfigError(f"the {name} kernels cannot serve: {obstacle}")
-        if importlib.util.find_spec("torch") is None:
-            raise ConfigError(
-                f"the {wanted} kernels cannot serve: {obstacle}. The reference kernels can, many times slower, with "
-                f"torch: {install_extra('torch')}"
-            )
-        logger.warning("the %s kernels cannot serve (%s): the reference does, many times slower", wanted, obstacle)
-        wanted = "reference"
+    wanted = _choose(("triton" if gpu else "cpu") if name == "auto" else name, gpu, head_dim, name)
     if wanted == "reference" and gpu and deterministic:
         raise ConfigError("deterministic=True on a GPU needs kernels='triton': torch's products depend on the batch")
     if wanted == "cpu":
@@ -130,10 +137,30 @@ def load_kernels(
     return ReferenceKernels(device)
 
 
+def _choose(wanted: str, gpu: bool, head_dim: int, name: str) -> str:
+    """The backend to use: ``wanted``, or the reference where that cannot serve and the option is "auto".
+
+    Raises:
+        ConfigError: neither can serve.
+    """
+    obstacle = _obstacle(wanted, gpu, head_dim)
+    if obstacle is None:
+        return wanted
+    if name != "auto":
+        raise ConfigError(f"the {name} kernels cannot serve: {obstacle}")
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            f"the {wanted} kernels cannot serve: {obstacle}. The reference kernels can, many times slower, with "
+            f"torch: {how_to_install('torch')}"
+        )
+    logger.warning("the %s kernels cannot serve (%s): the reference does, many times slower", wanted, obstacle)
+    return "reference"
+
+
 def _obstacle(name: str, gpu: bool, head_dim: int) -> str | None:
     """Why a backend cannot be used, or None."""
     if name != "cpu" and importlib.util.find_spec("torch") is None:
-        return f"torch is not installed: {install_extra('torch')}"
+        return f"torch is not installed: {how_to_install('torch')}"
     if name == "reference":
         return None
     if head_dim % 8:

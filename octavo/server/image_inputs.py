@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from octavo.images.image_reader import ImageReader
     from octavo.images.image_sources import ImageFetcher
     from octavo.images.processor import ProcessedImage
+
+logger = logging.getLogger("octavo.server")
 
 
 class ImageInputs:
@@ -68,9 +71,11 @@ class ImageInputs:
             return [tasks[part.url].result() for part in parts]
         except InvalidRequestError as e:
             raise invalid("messages", str(e), "invalid_image") from None
-        except ConfigError as e:
+        except ConfigError as e:  # its text names folders of this machine
+            logger.error("%s", e)
+            message = "this server reads no images: the extra octavo[images] is not installed"
             # Not a 501, which would say it better: clients try again what has a status from 500 on.
-            raise invalid("messages", str(e), "images_not_installed") from None
+            raise invalid("messages", message, "images_not_installed") from None
         finally:
             for task in tasks.values():
                 task.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import importlib.util
 import logging
 import os
 import resource
@@ -102,14 +103,16 @@ def serve(
 
 
 def check_plug_ins(options: ServerOptions) -> None:
-    """Finds the classes that the options name, so that a wrong one is refused before a model is loaded.
+    """Finds the classes and adapters that the options name, so that a wrong one is refused before a model is loaded.
 
     Raises:
         ConfigError: there is no such resolver or parser.
+        AdapterError: there is no adapter at a path.
     """
-    from octavo.engine.adapter_folder import make_resolver
+    from octavo.engine.adapter_folder import check_paths, make_resolver
     from octavo.server.chat_formats import ChatFormats
 
+    check_paths((options.lora_modules or {}).values())
     make_resolver(options.lora_resolver, options.lora_folder)
     ChatFormats(options.tool_call_parser, options.reasoning_parser)
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -232,8 +233,7 @@ def make_service(
     metrics.adapter_states = llm.adapter_requests
     metrics.replica_states, metrics.num_resumed = llm.replica_states, lambda: llm.num_resumed
     metrics.grammars = llm.inputs.grammars.stats
-    if "transcribe" in llm.front_end.pooling.tasks:
-        _check_decoder()
+    _check_extras(llm)
     resolver = make_resolver(options.lora_resolver, options.lora_folder)
     formats = ChatFormats(options.tool_call_parser, options.reasoning_parser)
     responses = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
@@ -241,14 +241,22 @@ def make_service(
     return Service(llm, options, metrics, model_names, limit, formats, responses, images, events, tracer, resolver)
 
 
-def _check_decoder() -> None:
-    """Says at the start that recordings cannot be decoded; requests say it too."""
-    from octavo.speech.audio_files import import_soundfile  # with numpy, of which other models need nothing
+def _check_extras(llm: AsyncLLM) -> None:
+    """Logs which package of this model's recordings or images cannot be imported; other requests are served."""
+    checks: list[tuple[str, Callable[[], object]]] = []
+    if "transcribe" in llm.front_end.pooling.tasks:
+        from octavo.speech.audio_files import import_soundfile  # with numpy, of which other models need nothing
 
-    try:
-        import_soundfile()
-    except ConfigError as e:
-        logger.error("no recording can be transcribed: %s", e)
+        checks.append(("recordings", import_soundfile))
+    if llm.model_config.image_facts is not None:
+        from octavo.images.pillow import pillow
+
+        checks.append(("images", pillow))
+    for what, check in checks:
+        try:
+            check()
+        except ConfigError as e:
+            logger.warning("requests with %s will be refused: %s", what, e)
 
 
 def engine_request_id(response_id: str, index: int, count: int) -> str:

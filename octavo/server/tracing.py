@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo import __version__
 from octavo.core.errors import ConfigError
-from octavo.core.extras import install_extra
+from octavo.core.extras import how_to_install
 
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestMetrics, RequestOutput
@@ -42,7 +42,7 @@ class Tracer:
 
                 exporter = OTLPSpanExporter(endpoint=endpoint)
         except ImportError as e:
-            raise ConfigError(f"tracing needs OpenTelemetry ({e}): {install_extra('tracing')}") from None
+            raise ConfigError(f"tracing needs OpenTelemetry ({e}): {how_to_install('tracing')}") from None
         self._model = model_name
         resource = Resource.create({"service.name": "octavo", "service.version": __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)

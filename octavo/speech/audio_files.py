@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.errors import AudioError, ConfigError
-from octavo.core.extras import install_extra
+from octavo.core.extras import how_to_install
 from octavo.speech.audio_containers import check_complete, guess_format
 from octavo.speech.log_mel import SAMPLE_RATE
 from octavo.speech.resampling import Resampler
@@ -350,7 +350,7 @@ def import_soundfile() -> Any:
         import soundfile
     except (ImportError, OSError) as e:  # OSError: the library that it wraps is missing
         raise ConfigError(
-            f"reading recordings needs the package soundfile, which fails to import ({e}): {install_extra('audio')}"
+            f"reading recordings needs the package soundfile, which fails to import ({e}): {how_to_install('audio')}"
         ) from None
     return soundfile
 

@@ -169,7 +169,7 @@ def test_a_piped_conversation_answers_each_line_until_it_is_told_to_leave(
     flags = ("--temperature", "0", "--max-tokens", "5", "--ignore-eos", "--bad-words", "\n")
     assert octavo("chat", tiny_model, *flags, stdin="Hello\n\n/clear\nHello\n/exit\nnever asked\n") == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert captured.err == "a new conversation\n"
     half = len(captured.out) // 2
     assert captured.out.endswith("\n")
     assert captured.out[:half] == captured.out[half:]

@@ -40,7 +40,9 @@ def test_help_names_every_command() -> None:
     assert '"""' in text and "backslash" in text
 
 
-def test_a_new_conversation_keeps_the_system_message_and_a_new_system_message_the_conversation() -> None:
+def test_a_new_conversation_keeps_the_system_message_and_a_new_system_message_the_conversation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     conversation = converse(ScriptedEngine(["yes"]), "old")
     conversation.ask("a")
     run_command(conversation, "/system Speak Latin.")
@@ -48,6 +50,7 @@ def test_a_new_conversation_keeps_the_system_message_and_a_new_system_message_th
     for name in ("/clear", "/reset"):
         conversation.ask("a")
         run_command(conversation, name)
+        assert "new conversation" in capsys.readouterr().err
         assert conversation.messages == [{"role": "system", "content": "Speak Latin."}]
     conversation.ask("a")
     run_command(conversation, "/system")

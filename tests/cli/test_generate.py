@@ -93,7 +93,7 @@ def test_an_adapter_answers_in_place_of_the_model(
         assert octavo("generate", tiny_model, "Hello", *GREEDY, "--kernels", "reference", *flags) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] != answers[1] == answers[2]
-    assert octavo("generate", tiny_model, "Hello", *GREEDY, "--lora", tmp_path / "none") == 1
+    assert octavo("generate", tiny_model, "Hello", *GREEDY, "--lora", tmp_path / "none") == 2
     assert "there is no adapter at" in capsys.readouterr().err
 
 

@@ -75,7 +75,10 @@ def test_images_that_cannot_be_used_are_refused_before_the_model_is_loaded(
 ) -> None:
     for words, message in (
         ((folder, "x", "--image", files[2]), "bomb.png has 100000 x 100000 pixels; at most"),
-        ((folder, "x", "--image", "missing.png"), "the image missing.png cannot be read: No such file or directory"),
+        (
+            ("no/where", "x", "--image", "missing.png"),
+            "the image missing.png cannot be read: No such file or directory",
+        ),
         ((tiny_model, "x", "--image", files[0]), "the model reads text alone: leave out the image"),
     ):
         assert octavo("generate", *words, *OPTIONS) == 2

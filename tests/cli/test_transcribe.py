@@ -17,12 +17,13 @@ def test_files_are_written_and_one_fails_alone(
 ) -> None:
     bad = tmp_path / "notes.mp3"
     bad.write_text("no recording at all, but some text\n" * 20)
-    flags = ("--format", "srt", "--output-dir", tmp_path, "--dtype", "float32", "--json", tmp_path / "figures")
+    made = tmp_path / "subtitles" / "new"
+    flags = ("--format", "srt", "--output-dir", made, "--dtype", "float32", "--json", tmp_path / "figures")
     assert octavo("transcribe", SPEECH, bad, *flags) == 1
-    subtitles = (tmp_path / "speech.srt").read_text()
+    subtitles = (made / "speech.srt").read_text()
     assert subtitles.startswith("1\n00:00:00,000 --> 00:00:0")
     assert "lazy dog" in subtitles
-    assert not (tmp_path / "notes.srt").exists()
+    assert not (made / "notes.srt").exists()
     assert f"octavo: error: {bad} is a text file" in capsys.readouterr().err
     figures = json.loads((tmp_path / "figures").read_text())
     assert (figures["recordings"], figures["failed"]) == (2, 1)
@@ -43,7 +44,7 @@ def test_times_of_words(octavo: Callable[..., int], capsys: pytest.CaptureFixtur
         ((), "no recording given"),
         (("a.wav", "b.wav", "--format", "srt"), "--format srt of 2 recordings needs --output-dir"),
         (("a.wav", "x/a.mp3", "--output-dir", "."), "two recordings would be written to"),
-        (("a.wav", "--output-dir", "/nowhere/at/all"), "is no folder"),
+        ((SPEECH, "--output-dir", SPEECH / "below"), "speech.ogg/below cannot be made"),
         (("a.wav", "--task", "sing"), "task must be 'transcribe' or 'translate', not 'sing'"),
         (("a.wav", "--word-timestamps"), "--word-timestamps needs --format verbose_json: text has no times of words"),
         (("a.wav", "--temperature", "5"), "temperature must be in [0, 2], not 5.0"),
@@ -51,7 +52,7 @@ def test_times_of_words(octavo: Callable[..., int], capsys: pytest.CaptureFixtur
     ],
 )
 def test_wrong_calls(
-    octavo: Callable[..., int], capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+    octavo: Callable[..., int], capsys: pytest.CaptureFixture[str], words: tuple[object, ...], message: str
 ) -> None:
     assert octavo("transcribe", *words) == 2
     assert message in capsys.readouterr().err
@@ -73,6 +74,24 @@ def test_a_model_for_texts_is_refused_before_it_is_loaded(
 ) -> None:
     assert octavo("transcribe", SPEECH, "--model", "smollm2-135m") == 2
     assert "cannot transcribe: it reads text" in capsys.readouterr().err
+
+
+def test_files_that_are_missing_are_reported_before_a_model_is_looked_for(
+    octavo: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "subtitles"
+    assert octavo("transcribe", "a.wav", "b.wav", "--model", "no/where", "--output-dir", folder) == 1
+    said = capsys.readouterr().err
+    assert "a.wav cannot be read" in said and "b.wav cannot be read" in said and "no/where" not in said
+    assert not folder.exists()
+
+
+def test_the_package_that_reads_recordings_is_asked_for_before_a_model(
+    octavo: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    assert octavo("transcribe", SPEECH, "--model", "no/where") == 2
+    assert "octavo[audio]" in capsys.readouterr().err
 
 
 def test_help_has_examples(octavo: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,3 +59,15 @@ def test_a_gpu_needs_torch_and_none_is_looked_for_where_there_is_no_driver(
     monkeypatch.setattr(kernels, "_GPU_FILES", ())
     monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"{name} is imported"))
     assert kernels.resolve_device("auto") == "cpu"
+
+
+def test_missing_packages_are_found_without_a_model(lacks: Any) -> None:
+    lacks("torch")
+    kernels.check_kernel_packages("auto", "auto")
+    kernels.check_kernel_packages("cpu", "cpu")
+    for names in (("auto", "cuda"), ("reference", "auto"), ("triton", "cpu")):
+        with pytest.raises(ConfigError, match=r"octavo\[torch\]"):
+            kernels.check_kernel_packages(*names)
+    lacks("torch", "octavo._cpu")
+    with pytest.raises(ConfigError, match=r"octavo\[torch\]"):
+        kernels.check_kernel_packages("auto", "auto")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import socket
 import subprocess
@@ -180,3 +181,22 @@ def test_an_idle_server_is_small(tiny_model: Path, tmp_path: Path) -> None:
 
         # Beside weights and KV cache, which are next to nothing here; pages that processes share count for each.
         eventually(lambda: sum(megabytes()) < 200, lambda: f"{megabytes()} MB")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--enable-lora", "--lora-modules", "a=no/adapter"), "there is no adapter at no/adapter"),
+        (("--distributed-executor-backend", "ray"), "octavo[ray]"),
+        (("--api-key-file", "no-keys.txt"), "cannot read api_key_file no-keys.txt"),
+    ],
+)
+def test_what_is_missing_is_reported_before_the_model_is_looked_for(
+    flags: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ray.py").write_text("raise ImportError('no ray here')")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "octavo", "serve", "no/where", "--port", "0", *flags]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode != 0
+    assert said in done.stderr and "no/where" not in done.stderr

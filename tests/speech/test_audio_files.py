@@ -165,7 +165,7 @@ def test_too_many_channels_for_the_rate() -> None:
 
 def test_without_the_package_that_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "soundfile", None)
-    with pytest.raises(ConfigError, match=r"pip install .*soundfile.*octavo\[audio\]"):
+    with pytest.raises(ConfigError, match=r"octavo\[audio\]: .* install 'soundfile"):
         Recording(encoded(tone(16_000), 16_000))
 
 

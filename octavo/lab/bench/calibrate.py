@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.errors import ConfigError
-from octavo.core.extras import install_extra
+from octavo.core.extras import how_to_install
 from octavo.core.outputs import RequestOutput
 from octavo.core.plan import StepPlan
 from octavo.engine.llm import LLM
@@ -280,6 +280,6 @@ def least_squares() -> Callable[..., Any]:
     try:
         from scipy.optimize import nnls
     except ImportError:
-        raise ConfigError(f"a fit needs scipy, which is not installed: {install_extra('lab')}") from None
+        raise ConfigError(f"a fit needs scipy, which is not installed: {how_to_install('lab')}") from None
     solve: Callable[..., Any] = nnls
     return solve

@@ -183,7 +183,6 @@ def run(arguments: Arguments) -> int:
 def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.engine.llm import LLM
     from octavo.kernels import resolve_device
-    from octavo.kernels.torch_limits import measure_device
     from octavo.lab.bench.offline import BatchFigures, make_batches, measure
     from octavo.lab.workloads.lengths import parse_inputs, parse_outputs
 
@@ -192,7 +191,11 @@ def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
         show(bench_speculation.measure(arguments, options), stream, bench_speculation.TITLE, bench_speculation.line)
         return
     device = resolve_device(options.device)
-    limits = measure_device(device) if device != "cpu" else None
+    limits = None
+    if device != "cpu":
+        from octavo.kernels.torch_limits import measure_device
+
+        limits = measure_device(device)
     lengths = parse_inputs(arguments.input_len), parse_outputs(arguments.output_len)
     batches = make_batches(arguments.batches, *lengths, options.seed)
     longest = max(item.input_len + item.output_len for batch in batches for item in batch)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.core.errors import ConfigError
-from octavo.core.extras import install_extra
+from octavo.core.extras import how_to_install
 
 #: Of text and axes; in a report's page it becomes the color of the page's text.
 FOREGROUND = "#262626"
@@ -27,7 +27,7 @@ def load_matplotlib() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError(f"drawing a run needs matplotlib: {install_extra('plot')}") from None
+        raise ConfigError(f"drawing a run needs matplotlib: {how_to_install('plot')}") from None
     return Figure
 
 

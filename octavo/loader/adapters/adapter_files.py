@@ -42,6 +42,19 @@ def check_adapter(path: str | Path, name: str, targets: AdapterTargets, max_rank
     return AdapterRef(_key(path), name, str(path.absolute()), rank)
 
 
+def check_adapter_path(path: str | Path) -> None:
+    """Refuses a path where no adapter lies, before the model that it is for is loaded.
+
+    Raises:
+        AdapterError: there is neither a folder with an adapter's configuration nor a GGUF file.
+    """
+    path = Path(os.path.expanduser(path))
+    if path.is_file():
+        _refuse_other_files(path)
+    else:
+        peft_folder.read_config(path)
+
+
 def read_adapter(ref: AdapterRef, targets: AdapterTargets, max_rank: int) -> LoraWeights:
     """The weights of an adapter that ``check_adapter`` has checked, if its files are the same.
 

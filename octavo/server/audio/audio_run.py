@@ -120,9 +120,11 @@ class AudioRun:
             return await reader.open(upload.data, client=self._options.client, name=upload.name)
         except AudioError as e:
             raise invalid_audio(e) from None
-        except ConfigError as e:
+        except ConfigError as e:  # its text names folders of this machine
+            logger.error("%s", e)
+            message = "this server reads no recordings: the extra octavo[audio] is not installed"
             # Not a 501, which would say it better: clients try again what has a status from 500 on.
-            raise ApiError(400, str(e), param="file", code="audio_not_installed") from None
+            raise ApiError(400, message, param="file", code="audio_not_installed") from None
 
     def _count(self, made: Transcription) -> None:
         metrics = self._service.metrics
