@@ -52,7 +52,7 @@ def commands(page: Path) -> Iterator[Command]:
     text = page.read_text(encoding="utf-8")
     for block in blocks(page):
         if block.language in _SHELL:
-            for offset, line in _lines(block.text):
+            for offset, line in typed_lines(block.text):
                 yield from _commands(page.name, block.line + offset, line)
     rest = _FENCE.sub(lambda found: "\n" * found[0].count("\n"), text)
     for number, line in enumerate(rest.splitlines(), 1):
@@ -63,8 +63,8 @@ def commands(page: Path) -> Iterator[Command]:
                 yield from _commands(page.name, number, code.replace("\\|", "|"))
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Commands of a block: a line, with those that continue it."""
+def typed_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Commands of a block, each with the number of its line: a line, with those that continue it."""
     lines = text.splitlines()
     prompted = any(line.startswith("$ ") for line in lines)
     at = 0
@@ -77,6 +77,10 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
         while line.count("'") % 2 and at < len(lines):  # a quoted text of several lines
             line += "\n" + lines[at]
             at += 1
+        if (end := re.search(r"<<\s*'?(\w+)'?", line)) is not None:  # a file that is written out
+            while lines[at - 1] != end[1]:
+                line += "\n" + lines[at]
+                at += 1
         if line.startswith("$ "):
             yield begin, line[2:]
         elif not prompted:
