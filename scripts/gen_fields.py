@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from octavo.server.audio.audio_fields import TranscriptionRequest, TranslationRequest
+from octavo.server.cohere.cohere_protocol import CohereChatRequest, CohereEmbedRequest
 from octavo.server.field_marks import Hint, Refused, marks_of
 from octavo.server.llamacpp.llama_embeddings import LlamaEmbeddingRequest
 from octavo.server.llamacpp.llama_protocol import InfillRequest, LlamaCompletionRequest
@@ -21,6 +22,8 @@ from octavo.server.pooling.pooled_fields import (
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
+    TeiEmbedRequest,
+    TeiRerankRequest,
 )
 from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
 from octavo.server.protocol_admin import TokenizeRequest
@@ -52,7 +55,11 @@ ROUTES: dict[str, type[RequestModel]] = {
     "/v1/messages": MessagesRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/v1/rerank": RerankRequest,
+    "/rerank": TeiRerankRequest,
     "/v1/score": ScoreRequest,
+    "/embed": TeiEmbedRequest,
+    "/v2/chat": CohereChatRequest,
+    "/v2/embed": CohereEmbedRequest,
     "/classify": ClassificationRequest,
     "/pooling": PoolingRequest,
     "/v1/audio/transcriptions": TranscriptionRequest,

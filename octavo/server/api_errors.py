@@ -148,8 +148,23 @@ def handle_errors(app: FastAPI) -> None:
 
 
 #: Beginnings of addresses that other servers have -> what this one has instead.
+_HEALTH = (
+    "the address for probes is /health: 200 when requests are answered; /version answers while the server drains, too"
+)
+_STATE = "there are no conversations: /v1/responses goes on with an answer by previous_response_id"
 _ELSEWHERE = {
-    "/embed": "the address for vectors is /v1/embeddings",
+    **dict.fromkeys(("/ping", "/ready", "/live", "/healthz", "/alive", "/startup", "/status", "/v1/health"), _HEALTH),
+    **dict.fromkeys(("/v1/conversations", "/v1/threads", "/v1/assistants"), _STATE),
+    "/v1/chat/completions/": "chats are not stored: responses are, at /v1/responses",
+    "/v1/complete/": "the addresses for text are /v1/messages and /v1/completions",
+    "/v1/embed/": "the address for vectors is /v1/embeddings, or /v2/embed in Cohere's form",
+    "/v1/chat/": "the address for chats is /v1/chat/completions, or /v2/chat in Cohere's form",
+    "/v1/engines": "the served models are listed at /v1/models",
+    "/invocations": "the address for chats is /v1/chat/completions",
+    "/embed": "the addresses for vectors are /v1/embeddings and /embed, for each token /pooling",
+    "/info": "the served model is described at /v1/models, the server at /version",
+    "/get_": "the served model is described at /v1/models, the server at /version",
+    "/server_info": "the served model is described at /v1/models, the server at /version",
     "/predict": "the address for class scores is /classify",
     "/v1/audio": "this model reads and writes text only",
     "/v1/images": "this model reads and writes text only",
@@ -163,7 +178,13 @@ _ELSEWHERE = {
 
 def _nothing_at(path: str, paths: Sequence[str]) -> ApiError:
     """The error for an address that does not exist: what this server has instead."""
-    hint = next((hint for begin, hint in _ELSEWHERE.items() if path.startswith(begin)), None)
+    known = path.rstrip("/")
+    hint: str | None = None
+    if known != path and (known in paths or f"/v1{known}" in paths):
+        hint = f"without the slash at its end it is {known if known in paths else f'/v1{known}'}"
+    else:
+        # With a slash at its end each is an address of its own, and not the beginning of a longer word.
+        hint = next((hint for begin, hint in _ELSEWHERE.items() if f"{path}/".startswith(begin)), None)
     if hint is None:
         # With or without the version, which clients add to the base address or do not.
         near = [address for address in (f"/v1{path}", path.removeprefix("/v1")) if address in paths]

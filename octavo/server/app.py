@@ -57,6 +57,7 @@ from octavo.server.responses.response_protocol import DeletedResponse, InputToke
 from octavo.server.same_origin import SameOriginMiddleware, host_rule
 from octavo.server.service import Service
 from octavo.server.ui_middleware import UiMiddleware
+from octavo.server.unversioned_paths import UnversionedPaths
 
 # FastAPI silences it while it builds validators; those of models that are built at their first use come later.
 warnings.filterwarnings("ignore", category=UnsupportedFieldAttributeWarning)
@@ -74,13 +75,15 @@ _WITH_BODY = {
 #: Routes for vectors and scores; what serves them takes 0.1 s to import and to register.
 _POOLING_PATHS = (
     "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify", "/pooling",
-    "/embedding", "/embeddings",
+    "/embedding", "/embeddings", "/embed", "/v2/embed",
 )  # fmt: skip
 #: Routes that change the server: web pages may use them only if their origin is named in allowed_origins.
 _OPERATOR_PATHS = (
     "/sleep", "/wake_up", "/admin/drain", "/admin/undrain", "/admin/restart", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
 )  # fmt: skip
+#: Chats in forms that few clients send.
+_FURTHER_CHAT_PATHS = ("/v2/chat", "/v1/chat/completions/batch")
 #: Routes for recordings, whose bodies may be larger than others'.
 _AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _BUSY = {429: "The queue is full, or the client has taken its share; Retry-After gives the seconds to wait."}
@@ -102,6 +105,7 @@ def make_routes(options: ServerOptions, metrics: Metrics, api_keys: Sequence[str
         openapi_tags=[
             {"name": "OpenAI"},
             {"name": "Anthropic"},
+            {"name": "Cohere"},
             {"name": "Vectors"},
             {"name": "llama.cpp"},
             {"name": "Tokens"},
@@ -121,6 +125,7 @@ def make_routes(options: ServerOptions, metrics: Metrics, api_keys: Sequence[str
         _add_anthropic_routes(app)
         _add_other_routes(app)
         DeferredRoutes(app, _POOLING_PATHS, partial(_add_pooling_routes, app))
+        DeferredRoutes(app, _FURTHER_CHAT_PATHS, partial(_add_further_chat_routes, app))
         DeferredRoutes(app, _AUDIO_PATHS, partial(_add_audio_routes, app))
         if options.enable_admin_routes:
             _add_admin_routes(app)
@@ -157,6 +162,7 @@ def make_routes(options: ServerOptions, metrics: Metrics, api_keys: Sequence[str
         operator_paths=_OPERATOR_PATHS,
     )
     app.add_middleware(RequestMiddleware, metrics=metrics, log_requests=options.log_requests)
+    app.add_middleware(UnversionedPaths)
     return app
 
 
@@ -195,6 +201,17 @@ def _add_pooling_routes(app: FastAPI) -> None:
 
     with _without_pydantic_v1():
         add_pooling_routes(partial(_add, app, is_busy=True))
+
+
+def _add_further_chat_routes(app: FastAPI) -> None:
+    from octavo.server.batched_chats import create_batched_chats
+    from octavo.server.cohere.cohere_chat import chat
+    from octavo.server.cohere.cohere_protocol import CohereChat
+
+    with _without_pydantic_v1():
+        _add(app, "POST", "/v2/chat", chat, CohereChat, "Cohere", stream=True)
+        path = "/v1/chat/completions/batch"
+        _add(app, "POST", path, create_batched_chats, ChatCompletion, "OpenAI", is_busy=True, task="generate")
 
 
 def _add_audio_routes(app: FastAPI) -> None:

@@ -49,11 +49,13 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
     """Answers a conversation, as one response or as a stream of events."""
     service = service_of(request)
     deadline = service.deadline()
-    pending = _PendingCompletion(await start_chat(service, request, body, prefix="chatcmpl"))
+    pending = PendingCompletion(await start_chat(service, request, body, prefix="chatcmpl"))
     return await pending.respond(request, body.stream, deadline)
 
 
-class _PendingCompletion(PendingResponse):
+class PendingCompletion(PendingResponse):
+    """A chat and the response of ``/v1/chat/completions`` to it."""
+
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
         self._sends_ids = bool(chat.body.return_token_ids)
@@ -63,10 +65,16 @@ class _PendingCompletion(PendingResponse):
         self._trackers: dict[int, LogprobsTracker | None] = {}
 
     async def complete(self) -> bytes:
+        """See ``PendingResponse``."""
+        choices = await self.chat.finish()
+        return await run_if_large(_num_logprobs(choices), lambda: encode_in_slices(self._whole(choices)))
+
+    async def whole(self) -> ChatCompletion:
+        """The complete response."""
         choices = await self.chat.finish()
         return await run_if_large(_num_logprobs(choices), self._whole, choices)
 
-    def _whole(self, choices: list[ChoiceEvents]) -> bytes:
+    def _whole(self, choices: list[ChoiceEvents]) -> ChatCompletion:
         found = []
         for choice in choices:
             self._trackers[choice.index] = self._tracker(choice.output)
@@ -88,9 +96,10 @@ class _PendingCompletion(PendingResponse):
             response.prompt_logprobs = make_prompt_logprobs(choices[0].output.prompt_logprobs)
         if choices and self._sends_ids:
             response.prompt_token_ids = choices[0].output.prompt_token_ids
-        return encode_in_slices(response)
+        return response
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
+        """See ``PendingResponse``."""
         async with aclosing(self.chat.outputs()) as outputs:
             async for choices in outputs:
                 if data := await run_if_large(_num_logprobs(choices), self._increment, choices):

@@ -37,7 +37,7 @@ async def answers_while_loading(sock: socket, options: ServerOptions) -> AsyncIt
         with suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             async with asyncio.timeout(_TIMEOUT):
                 head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(progress.page() if b"text/html" in head.lower() else progress.response())
+                writer.write(progress.page() if b"text/html" in head.lower() else progress.response(head))
                 await writer.drain()
                 if writer.can_write_eof():
                     writer.write_eof()
@@ -109,10 +109,16 @@ class _LastLine(logging.Handler):
     def _message(self) -> str:
         return f"the model is loading, for {time.monotonic() - self._begin:.0f} s: {self._line}"
 
-    def response(self) -> bytes:
-        """The response to any request of a program."""
-        error = {"message": self._message, "type": "server_error", "param": None, "code": "loading"}
-        return _response(json.dumps({"error": error}).encode(), "application/json")
+    def response(self, head: bytes) -> bytes:
+        """The response to any request of a program, by the head of which its API is known."""
+        # Not by api_errors, whose imports take longer than all of this.
+        path = head.split(b"\r\n", 1)[0].split(b" ")[1:2]
+        if path and path[0].startswith((b"/v1/messages", b"/messages")):
+            body: dict[str, Any] = {"type": "error", "error": {"type": "overloaded_error", "message": self._message}}
+        else:
+            error = {"message": self._message, "type": "server_error", "param": None, "code": "loading"}
+            body = {"error": error}
+        return _response(json.dumps(body).encode(), "application/json")
 
     def page(self) -> bytes:
         """The response to a browser, which asks again after a second."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -35,6 +36,8 @@ async def list_models(request: Request) -> ModelList | AnthropicModelList:
 async def retrieve_model(request: Request, model: str) -> Model | AnthropicModel:
     """One name that the model is served under, or an adapter; in Anthropic's form for its clients."""
     service = service_of(request)
+    if not model:
+        raise HTTPException(404)  # the address of the list with a slash at its end
     named = _model(service, await service.model(model))
     return _of_anthropic(named) if _is_of_anthropic(request) else named
 

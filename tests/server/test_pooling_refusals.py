@@ -72,7 +72,7 @@ def refused(
         ({"input": "a", "ttft_target": 0.1}, "ttft_target", ["deadline"]),
         ({"input": "a", "model": "other"}, "model", ["other", "vectors"]),
         ({"input": "a", "normalize": True}, "normalize", ["use_activation"]),
-        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype", ["float32"]),
+        ({"input": "a", "embed_dtype": "float64"}, "embed_dtype", ["float32"]),
         ({"input": "a", "zzz": 1}, "zzz", ["unknown field"]),
         ({"messages": [{"role": "user", "content": "a"}]}, None, ["no chat template"]),
     ],
@@ -173,7 +173,7 @@ def test_a_model_that_generates_may_be_told_to_embed_alone(serve: Callable[..., 
 def test_methods_and_near_addresses_of_these_routes(vector_server: Running) -> None:
     with vector_server.http() as http:
         assert http.get(VECTORS).status_code == 405
-        assert "/v1/embeddings" in http.post("/embed", json={"inputs": "a"}).json()["error"]["message"]
+        assert "/v1/embeddings" in http.post("/embed_all", json={"inputs": "a"}).json()["error"]["message"]
         assert "did you mean /v1/embeddings" in http.post("/v1/embedings").json()["error"]["message"]
         described = http.get("/openapi.json").json()["paths"]
     assert {VECTORS, "/v1/rerank", "/v2/rerank", "/score", "/classify", "/pooling", "/embedding"} <= set(described)

@@ -124,8 +124,7 @@ def test_a_body_that_grows_is_counted_before_it_is_whole() -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("/embed", "/v1/embeddings"),
-        ("/chat/completions", "/v1/chat/completions"),
+        ("/embed_all", "/v1/embeddings"),
         ("/v1/health", "/health"),
         ("/v1/chat/completion", "/v1/chat/completions"),
         ("/api/chat", "/v1/chat/completions"),

@@ -93,3 +93,25 @@ def test_pairs_and_documents_are_cut_where_that_is_asked_for(pair_server: Runnin
     cut = post(pair_server, "/v1/rerank", query=QUERY, documents=[long], max_tokens_per_doc=3)["results"]
     assert cut[0]["relevance_score"] == scores(pair_server, QUERY, "abc")[0]
     assert cut[0]["document"] == {"text": long}
+
+
+def test_texts_are_ranked_in_the_form_of_text_embeddings_inference(pair_server: Running) -> None:
+    wanted = post(pair_server, "/rerank", query=QUERY, documents=DOCUMENTS)["results"]
+    found = post(pair_server, "/rerank", query=QUERY, texts=DOCUMENTS)
+    assert found == [{"index": entry["index"], "score": entry["relevance_score"]} for entry in wanted]
+    shown = post(pair_server, "/rerank", query=QUERY, texts=DOCUMENTS, return_text=True, top_n=2)
+    assert shown == [{**entry, "text": DOCUMENTS[entry["index"]]} for entry in found[:2]]
+    raw = post(pair_server, "/rerank", query=QUERY, texts=DOCUMENTS, raw_scores=True)
+    plain = post(pair_server, "/rerank", query=QUERY, documents=DOCUMENTS, use_activation=False)["results"]
+    assert raw == [{"index": entry["index"], "score": entry["relevance_score"]} for entry in plain]
+    with pair_server.http() as http:
+        for body, param in (
+            ({}, "documents"),
+            ({"texts": ["a"], "documents": ["a"]}, "documents"),
+            ({"documents": ["a"], "return_text": True}, "return_text"),
+            ({"texts": []}, "texts"),
+            ({"texts": ["a", ""]}, "texts"),
+            ({"texts": ["a"], "truncation_direction": "Left"}, "truncation_direction"),
+        ):
+            answer = http.post("/rerank", json={"query": QUERY, **body})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), body

@@ -37,6 +37,8 @@ def test_every_request_is_answered_with_503_and_the_progress_while_the_model_loa
     options = ServerOptions(port=free_port())
     url = f"http://127.0.0.1:{options.port}"
 
+    of_anthropic: list[httpx.Response] = []
+
     async def scenario() -> list[httpx.Response]:
         with listening_socket(options) as sock:
             async with answers_while_loading(sock, options), httpx.AsyncClient(base_url=url) as http:
@@ -48,6 +50,8 @@ def test_every_request_is_answered_with_503_and_the_progress_while_the_model_loa
                     await http.post("/v1/chat/completions", json=body),
                     *await asyncio.gather(*(http.head("/") for _ in range(20))),
                 ]
+                for path in ("/v1/messages", "/v1/messages/count_tokens"):
+                    of_anthropic.append(await http.post(path, json=body))
                 # A client that says nothing holds nobody up.
                 _, writer = await asyncio.open_connection("127.0.0.1", options.port)
                 answers.append(await http.get("/health"))
@@ -65,6 +69,12 @@ def test_every_request_is_answered_with_503_and_the_progress_while_the_model_loa
         if answer.request.method != "HEAD":
             error = answer.json()["error"]
             assert error["code"] == "loading" and "loading weights: 40 %" in error["message"]
+    assert len(of_anthropic) == 2
+    for answer in of_anthropic:
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        body = answer.json()
+        assert (body["type"], body["error"]["type"]) == ("error", "overloaded_error")
+        assert "loading weights: 40 %" in body["error"]["message"]
 
 
 def test_browsers_see_a_page_that_asks_again_while_the_model_loads() -> None:

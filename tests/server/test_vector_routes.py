@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import httpx
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -212,3 +213,49 @@ def test_a_client_that_leaves_frees_the_engine(vector_server: Running) -> None:
     eventually(lambda: vector_server.metric("octavo_requests", state="running") == 0)
     eventually(lambda: vector_server.metric("octavo_requests", state="waiting") == 0)
     assert vectors(vector_server, input="a").shape == (1, HIDDEN_SIZE)
+
+
+def test_embed_of_text_embeddings_inference_answers_with_the_vectors_alone(vector_server: Running) -> None:
+    texts = ["the river", "bread"]
+    with vector_server.http() as http:
+        wanted = [entry["embedding"] for entry in http.post("/v1/embeddings", json={"input": texts}).json()["data"]]
+        assert http.post("/embed", json={"inputs": texts}).json() == wanted
+        assert http.post("/embed", json={"inputs": texts[0], "normalize": True}).json() == wanted[:1]
+        bare = http.post("/embed", json={"inputs": texts, "normalize": False}).json()
+        lengths = np.linalg.norm(np.array(bare), axis=1)
+        assert not np.allclose(lengths, 1) and np.allclose(np.array(bare) / lengths[:, None], wanted, atol=1e-6)
+        long = {"inputs": "river " * 5000}
+        assert http.post("/embed", json=long).status_code == 400
+        assert http.post("/embed", json={**long, "truncate": True}).status_code == 200
+        error = http.post("/embed", json={"inputs": ["a", ""]}).json()["error"]
+        assert error["param"] == "inputs" and error["message"].startswith("inputs[1]")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("float32", np.dtype(np.float32)),
+        ("float16", np.dtype(np.float16)),
+        ("bfloat16", np.dtype(ml_dtypes.bfloat16)),
+        ("fp8_e4m3", np.dtype(ml_dtypes.float8_e4m3fn)),
+        ("fp8_e5m2", np.dtype(ml_dtypes.float8_e5m2)),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+def test_vectors_are_sent_in_the_type_and_order_of_bytes_that_is_asked_for(
+    name: str, dtype: np.dtype[Any], path: str, vector_server: Running
+) -> None:
+    field = "data" if path == "/pooling" else "embedding"
+
+    def sent(**fields: Any) -> Any:
+        with vector_server.http() as http:
+            answer = http.post(path, json={"input": "the river", **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"][0][field]
+
+    rounded = np.array(sent(), np.float32).astype(dtype)
+    assert np.array_equal(np.array(sent(embed_dtype=name), np.float32), rounded.astype(np.float32))
+    for order, mark in ((None, "<"), ("native", "<"), ("little", "<"), ("big", ">")):
+        data = base64.b64decode(sent(embed_dtype=name, encoding_format="base64", endianness=order))
+        words = np.frombuffer(data, f"{mark}u{dtype.itemsize}").astype(f"u{dtype.itemsize}")
+        assert np.array_equal(words.view(dtype), rounded.reshape(-1))

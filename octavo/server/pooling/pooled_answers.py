@@ -99,6 +99,14 @@ class Ranking(ResponseModel):
     meta: dict[str, Any] = Field(description="Version of Cohere's API, and the tokens in its words.")
 
 
+class RankedText(ResponseModel):
+    """An entry of the list that ``/rerank`` answers to ``texts``: the best first."""
+
+    index: int
+    score: float
+    text: str | None = None
+
+
 class Score(ResponseModel):
     """How well two texts fit."""
 

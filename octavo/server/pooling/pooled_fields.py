@@ -39,6 +39,10 @@ Input = Annotated[
 ]
 
 
+#: Types of the numbers of a vector, in vLLM's words.
+VectorType = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
+
+
 class PooledFields(Labels):
     """Fields of every request for vectors or scores."""
 
@@ -94,15 +98,22 @@ class PooledTexts(PooledFields, TemplateOptions):
 class VectorFields(RequestModel):
     """How vectors are sent."""
 
+    embed_dtype: VectorType | None = Field(
+        None, description="Type of the numbers of a vector (default float32), to which they are rounded."
+    )
+    endianness: Literal["native", "little", "big"] | None = Field(
+        None, description="Order of the bytes of a number in base64 (default little)."
+    )
+
     encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="float: lists of numbers (default); base64: of their little-endian float32 bytes."
+        None, description="float: lists of numbers (default); base64: of their bytes, of embed_dtype."
     )
     dimensions: Int | None = Field(
         None, description="Numbers of a vector, of models that were trained for fewer than all (Matryoshka)."
     )
 
 
-class EmbeddingRequest(PooledTexts, VectorFields):
+class EmbeddingRequest(VectorFields, PooledTexts):
     """Body of ``/v1/embeddings``."""
 
     prompt_name: Name | None = Field(
@@ -117,7 +128,7 @@ class EmbeddingRequest(PooledTexts, VectorFields):
     output_dimension: Any = refused("its name is dimensions")
 
 
-class PoolingRequest(PooledTexts, VectorFields):
+class PoolingRequest(VectorFields, PooledTexts):
     """Body of ``/pooling``."""
 
     task: PoolingTask | None = Field(
@@ -127,6 +138,21 @@ class PoolingRequest(PooledTexts, VectorFields):
 
 class ClassificationRequest(PooledTexts):
     """Body of ``/classify``."""
+
+
+class TeiEmbedRequest(PooledFields):
+    """Body of ``/embed``, of Text Embeddings Inference."""
+
+    inputs: Input = Field(description="A text, token ids, or a list of either.")
+    normalize: bool | None = Field(None, description="Vectors get length 1 (default true).")
+    truncate: bool | None = Field(None, description="Cut longer inputs to as many tokens as the model takes.")
+    truncation_direction: Any = refused("the model's tokenizer_config.json says where texts are cut", "right", "Right")
+    prompt_name: Name | None = Field(
+        None, description="Which of the texts that the model's files name is put before each input, such as query."
+    )
+    dimensions: Int | None = Field(
+        None, description="Numbers of a vector, of models that were trained for fewer than all (Matryoshka)."
+    )
 
 
 class TextDocument(RequestModel):
@@ -159,6 +185,21 @@ class RerankRequest(PooledFields):
     relevant_spans: Any = refused("documents are scored as a whole")
     return_embeddings: Any = refused("vectors are given by /v1/embeddings", False)
     encoding_format: Any = refused("scores are numbers", "float")
+
+
+class TeiRerankRequest(RerankRequest):
+    """Body of ``/rerank``: with ``texts`` in place of ``documents`` that of Text Embeddings Inference."""
+
+    documents: Annotated[list[str | TextDocument], Field(fail_fast=True)] | None = Field(  # type: ignore[assignment]
+        None, description='Texts, or objects {"text": ..}.'
+    )
+    texts: Annotated[list[str], Field(fail_fast=True)] | None = Field(
+        None, description="Another name of documents: the answer is then a list of index and score."
+    )
+    raw_scores: bool | None = Field(None, description="With texts: scores as the model gives them, no probabilities.")
+    return_text: bool | None = Field(None, description="With texts: send them too (default false).")
+    truncate: bool | None = Field(None, description="With texts: cut them to as many tokens as the model takes.")
+    truncation_direction: Any = refused("the model's tokenizer_config.json says where texts are cut", "right", "Right")
 
 
 class ScoreRequest(PooledFields):

@@ -42,9 +42,17 @@ class Pairs:
 
 
 async def read_texts(
-    service: Service, request: Request, body: PooledTexts, prompt_name: str | None = None, *, named: bool = False
+    service: Service,
+    request: Request,
+    body: PooledTexts,
+    prompt_name: str | None = None,
+    *,
+    named: bool = False,
+    field: str = "input",
 ) -> list[PooledInput]:
     """The inputs of a request, tokenized. If they are ``named``, the model's prompt of that name is before each.
+
+    ``field``: what the route calls ``input``; errors name it.
 
     Raises:
         ApiError: there is none, there are too many, or one cannot be served; it names the first.
@@ -61,11 +69,11 @@ async def read_texts(
         return await _tokenized(service, [single], body.truncate_prompt_tokens, body.add_special_tokens is True)
     several = isinstance(value, list) and not (value and isinstance(value[0], int))
     entries = value if several else [value]
-    check_number(service, "input", len(entries))
+    check_number(service, field, len(entries))
     inputs = []
     pooling = service.llm.front_end.pooling
     for i, entry in enumerate(entries):
-        place = f"input[{i}]" if several else "input"
+        place = f"{field}[{i}]" if several else field
         if not entry:
             raise wrong(place, "it is empty; a vector or score of nothing means nothing")
         prompt = pooling.embedding_prompt(entry, prompt_name) if named else entry

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from octavo.server.cohere import cohere_embed
+from octavo.server.cohere.cohere_protocol import CohereEmbeddings
 from octavo.server.llamacpp.llama_embeddings import LlamaVector, embed
-from octavo.server.pooling.pooled_answers import ClassificationList, EmbeddingList, PooledList, Ranking, ScoreList
-from octavo.server.pooling.ranking_routes import COHERE, rerank, score
-from octavo.server.pooling.vector_routes import classify, create_embeddings, pool
+from octavo.server.pooling.pooled_answers import (
+    ClassificationList,
+    EmbeddingList,
+    PooledList,
+    RankedText,
+    Ranking,
+    ScoreList,
+)
+from octavo.server.pooling.ranking_routes import COHERE, rerank, rerank_texts, score
+from octavo.server.pooling.vector_routes import classify, create_embeddings, embed_texts, pool
 
 
 def add_pooling_routes(add: Callable[..., None]) -> None:
     """Registers the routes; ``add`` is given method, path, endpoint, the response's model, tag and task."""
     add("POST", "/v1/embeddings", create_embeddings, EmbeddingList, "OpenAI", task="embed")
-    for path in ("/v1/rerank", COHERE, "/rerank"):
+    for path in ("/v1/rerank", COHERE):
         add("POST", path, rerank, Ranking, "Vectors", task="score")
+    add("POST", "/rerank", rerank_texts, Ranking | list[RankedText], "Vectors", task="score")
+    add("POST", "/v2/embed", cohere_embed.embed, CohereEmbeddings, "Vectors", task="embed")
+    add("POST", "/embed", embed_texts, list[list[float]], "Vectors", task="embed")
     for path in ("/v1/score", "/score"):
         add("POST", path, score, ScoreList, "Vectors", task="score")
     add("POST", "/classify", classify, ClassificationList, "Vectors", task="classify")

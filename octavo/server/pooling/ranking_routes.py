@@ -10,7 +10,7 @@ from starlette.responses import Response
 from octavo.core.pooling_outputs import Pooled
 from octavo.core.pooling_params import PoolingParams
 from octavo.server.api_errors import invalid, wrong
-from octavo.server.pooling.pooled_fields import PooledFields, RerankRequest, ScoreRequest, Texts
+from octavo.server.pooling.pooled_fields import PooledFields, RerankRequest, ScoreRequest, TeiRerankRequest, Texts
 from octavo.server.pooling.pooled_inputs import Pairs, check_number, read_pairs
 from octavo.server.pooling.pooled_run import PooledRun, pooling_params
 from octavo.server.pooling.pooling_json import encode_list, encode_object
@@ -20,15 +20,34 @@ from octavo.server.service import Service, service_of
 COHERE = "/v2/rerank"
 
 
+async def rerank_texts(request: Request, body: TeiRerankRequest) -> Response:
+    """As ``rerank``; where ``texts`` are given in place of ``documents``, as Text Embeddings Inference."""
+    if (body.texts is None) == (body.documents is None):
+        raise invalid("documents", "documents or texts: " + ("it is missing" if body.texts is None else "one of them"))
+    if body.texts is None:
+        for name in ("raw_scores", "return_text", "truncate"):
+            if getattr(body, name) is not None:
+                raise invalid(name, f"{name} goes with texts, not with documents")
+        return await rerank(request, body)
+    body.documents = list(body.texts)
+    if body.truncate and body.truncate_prompt_tokens is None:
+        body.truncate_prompt_tokens = -1
+    if body.raw_scores is not None:
+        body.use_activation = not body.raw_scores
+    return await rerank(request, body)
+
+
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """How well documents fit a query, the best first: in one answer the forms of Jina's and of Cohere's API."""
+    tei = body if isinstance(body, TeiRerankRequest) and body.texts is not None else None
+    field = "documents" if tei is None else "texts"
     service = service_of(request)
     deadline = service.deadline()
     model = await service.model(body.model)
     query = body.query if isinstance(body.query, str) else body.query.text
     documents = [each if isinstance(each, str) else each.text for each in body.documents]
-    check_number(service, "documents", len(documents))
-    places = [f"documents[{i}]" for i in range(len(documents))]
+    check_number(service, field, len(documents))
+    places = [f"{field}[{i}]" for i in range(len(documents))]
     _check_texts({"query": query, **dict(zip(places, documents, strict=True))})
     texts = [(query, document) for document in documents]
     pairs = await read_pairs(service, texts, places, body.truncate_prompt_tokens, body.max_tokens_per_doc)
@@ -38,6 +57,11 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     def answer(outputs: list[Pooled]) -> bytes:
         scores = _scores(service, pairs, outputs)
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
+        if tei is not None:
+            texts = [{"text": documents[i]} if tei.return_text else {} for i in best]
+            return encode_object(
+                [{"index": i, "score": scores[i], **text} for i, text in zip(best, texts, strict=True)]
+            )
         results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
         if with_documents:
             for entry in results:

@@ -1,4 +1,4 @@
-"""The routes ``/v1/embeddings``, ``/pooling`` and ``/classify``."""
+"""The routes ``/v1/embeddings``, ``/embed``, ``/pooling`` and ``/classify``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from starlette.responses import Response
 from octavo.core.pooling_outputs import Pooled
 from octavo.core.pooling_params import PoolingTask
 from octavo.server.api_errors import invalid, wrong
-from octavo.server.pooling.pooled_fields import ClassificationRequest, EmbeddingRequest, PoolingRequest
+from octavo.server.pooling.pooled_fields import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    PooledTexts,
+    PoolingRequest,
+    TeiEmbedRequest,
+    VectorFields,
+)
 from octavo.server.pooling.pooled_inputs import read_texts
 from octavo.server.pooling.pooled_run import Answer, PooledRun, pooling_params, results
-from octavo.server.pooling.pooling_json import encode_list, numbers
+from octavo.server.pooling.pooling_json import encode_list, encode_object, numbers
 from octavo.server.service import Service, service_of
 
 #: What ``/pooling`` computes where a request does not say it: the first that the model can do.
@@ -29,10 +36,24 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
     service = service_of(request)
     deadline = service.deadline()
     model = await service.model(body.model)
-    inputs = await read_texts(service, request, body, _prompt_name(service, body), named=True)
+    inputs = await read_texts(service, request, body, prompt_name(service, body), named=True)
     params = pooling_params(body, "embed", body.dimensions)
     run = PooledRun(request, body, model, params, inputs, "embd")
-    return await run.respond(_list_of(run, "embedding", "embedding", body.encoding_format), deadline)
+    return await run.respond(_list_of(run, "embedding", "embedding", body), deadline)
+
+
+async def embed_texts(request: Request, body: TeiEmbedRequest) -> Response:
+    """The vectors alone, as Text Embeddings Inference sends them."""
+    service = service_of(request)
+    deadline = service.deadline()
+    model = await service.model(body.model)
+    body.use_activation = body.normalize is not False
+    if body.truncate and body.truncate_prompt_tokens is None:
+        body.truncate_prompt_tokens = -1
+    given = PooledTexts(input=body.inputs, truncate_prompt_tokens=body.truncate_prompt_tokens)
+    inputs = await read_texts(service, request, given, body.prompt_name, named=True, field="inputs")
+    run = PooledRun(request, body, model, pooling_params(body, "embed", body.dimensions), inputs, "embd")
+    return await run.respond(lambda outputs: encode_object([data.tolist() for data in results(outputs)]), deadline)
 
 
 async def pool(request: Request, body: PoolingRequest) -> Response:
@@ -44,7 +65,7 @@ async def pool(request: Request, body: PoolingRequest) -> Response:
     service.require(task)
     params = pooling_params(body, task, body.dimensions)
     run = PooledRun(request, body, model, params, await read_texts(service, request, body), "pool")
-    return await run.respond(_list_of(run, "pooling", "data", body.encoding_format), deadline)
+    return await run.respond(_list_of(run, "pooling", "data", body), deadline)
 
 
 async def classify(request: Request, body: ClassificationRequest) -> Response:
@@ -67,12 +88,17 @@ async def classify(request: Request, body: ClassificationRequest) -> Response:
     return await run.respond(answer, deadline)
 
 
-def _list_of(run: PooledRun, kind: str, field: str, encoding: str | None) -> Answer:
+def _list_of(run: PooledRun, kind: str, field: str, how: VectorFields) -> Answer:
     """What writes a list of objects of this kind, with the numbers in this field."""
 
     def answer(outputs: list[Pooled]) -> bytes:
         entries = (
-            {"object": kind, "index": i, field: numbers(data, encoding)} for i, data in enumerate(results(outputs))
+            {
+                "object": kind,
+                "index": i,
+                field: numbers(data, how.encoding_format, how.embed_dtype, how.endianness),
+            }
+            for i, data in enumerate(results(outputs))
         )
         return encode_list(entries, run.response_fields())
 
@@ -83,7 +109,7 @@ def _by_token(service: Service) -> PoolingTask:
     return next((task for task in _BY_TOKEN_FIRST if task in service.tasks), "embed")
 
 
-def _prompt_name(service: Service, body: EmbeddingRequest) -> str | None:
+def prompt_name(service: Service, body: EmbeddingRequest) -> str | None:
     """The name of the model's prompt that a request asks for.
 
     Raises:
