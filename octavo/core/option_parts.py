@@ -343,8 +343,10 @@ class ParallelOptions(OptionPart):
         300.0,
         gt=0,
         description="Seconds without a step, while requests are open, after which an engine's process, or workers in "
-        f"processes of their own, are taken to hang and ended; the first step may take {FIRST_STEP_TIMEOUT:g}. A step "
-        "that fills the token budget of a model of 7 billion parameters takes two minutes on a few processor cores.",
+        f"processes of their own, are taken to hang and ended; the first step may take {FIRST_STEP_TIMEOUT:g}. On "
+        "Linux the time in which they were ready to run while other processes had the processors does not count. "
+        "A step that fills the token budget of a model of 7 billion parameters takes two minutes on a few "
+        "processor cores.",
     )
     check_plans: bool = Field(
         True,

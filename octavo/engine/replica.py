@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from octavo.core.processor_waits import ProcessorWaits
 from octavo.engine.core_client import CoreClient
 from octavo.engine.core_starter import RestartLimit
 from octavo.engine.request_state import RequestState
@@ -67,9 +68,11 @@ class Replica:
     drained: bool = False
     #: Whether its core is being started again on purpose.
     is_restarting: bool = False
-    #: Steps when the watchdog last looked, and seconds for which there was none since.
+    #: Steps when the watchdog last looked, and seconds for which there was none since although it could have run.
     seen_steps: int = -1
     quiet: float = 0.0
+    #: Of its core and the core's workers.
+    waits: ProcessorWaits = field(default_factory=ProcessorWaits)
 
     @property
     def lives(self) -> bool:
@@ -82,9 +85,15 @@ class Replica:
         return ReplicaState(self.number, self.status, pid, len(self.open), self.restarts.count)
 
     def is_hung(self, elapsed: float, patience: float) -> bool:
-        """Whether its core has done no step for ``patience`` seconds; to be asked every ``elapsed`` seconds."""
+        """Whether its core has done no step for ``patience`` seconds of its own; to be asked every ``elapsed`` seconds.
+
+        Seconds in which a thread of the core or of its workers was ready to run while others had the processors do not
+        count: on a busy machine a step takes long, and the core would be ended again and again with the same requests,
+        which would be blamed for it.
+        """
+        held_up = self.waits.since_last([self.client.pid]) if self.open else 0.0
         if not self.open or self.seen_steps != self.num_steps:
             self.seen_steps, self.quiet = self.num_steps if self.open else -1, 0.0
             return False
-        self.quiet += elapsed
+        self.quiet += max(0.0, elapsed - held_up)
         return self.quiet > patience

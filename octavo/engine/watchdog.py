@@ -12,7 +12,8 @@ from octavo.engine.replica import Replica
 async def watch(replicas: Sequence[Replica], step_timeout: float, is_paused: Callable[[], bool]) -> None:
     """Gives up each core that does no step for ``step_timeout`` seconds while it has requests; never returns.
 
-    It looks ten times in that period and counts its own looks, so that a pause of this process does not count.
+    It looks ten times in that period and counts its own looks, so that a pause of this process does not count, nor
+    does a time in which the core had no processor (``Replica.is_hung``).
     """
     while True:
         await asyncio.sleep(step_timeout / 10)

@@ -11,6 +11,7 @@ import time
 
 from octavo.core.config import EngineConfig
 from octavo.core.errors import ConfigError
+from octavo.core.processor_waits import ProcessorWaits
 from octavo.core.shared_memory import shared_memory
 from octavo.core.start_process import how_it_ended, is_stopped, num_out_of_memory, start_process, was_killed
 from octavo.executor.broadcast import SLOT_BYTES, SLOTS, Broadcast
@@ -29,6 +30,7 @@ class MultiprocExecutor(RemoteExecutor):
         """Prepares the workers; ``start`` starts their processes."""
         super().__init__(options, spec, replica)
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._waits = ProcessorWaits()
         self._out_of_memory = num_out_of_memory()
 
     def start_workers(self) -> None:
@@ -121,6 +123,10 @@ class MultiprocExecutor(RemoteExecutor):
         if any(code is not None and was_killed(code, self._out_of_memory) for code in codes):
             return True
         return any(is_stopped(process.pid) for process in self._processes)
+
+    def _held_up(self) -> float:
+        """See ``RemoteExecutor``."""
+        return self._waits.since_last(process.pid for process in self._processes)
 
     def _end_workers(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout

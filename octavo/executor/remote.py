@@ -29,6 +29,8 @@ from octavo.executor.worker_reports import WorkerReports, reports_of
 
 #: Seconds that other workers have to answer a message on which one has failed.
 _GRACE = 5.0
+#: Share of a step's time after which it is looked whether workers have had a processor.
+_LOOK = 0.1
 
 #: Seconds that workers may take to end before they are killed.
 END_TIMEOUT = 3.0
@@ -72,6 +74,10 @@ class RemoteExecutor(Executor):
         """Whether somebody has ended or stopped a worker, as far as that can be known."""
         return False
 
+    def _held_up(self) -> float:
+        """Seconds since the last call for which a worker was ready to run while others had the processors."""
+        return 0.0
+
     @abstractmethod
     def _end_workers(self, timeout: float) -> None:
         """Ends the workers that have not ended by themselves within ``timeout`` seconds."""
@@ -107,7 +113,7 @@ class RemoteExecutor(Executor):
 
     def receive_step(self, number: int) -> StepResult:
         """The result of message ``number``, a step."""
-        answers = self._receive(number, self._patience)
+        answers = self._receive(number, self._patience, of_step=True)
         self._patience = self._options.step_timeout
         for rank, (kind, content) in enumerate(answers):
             if kind == FAILED and len(answers) == 1:
@@ -160,8 +166,10 @@ class RemoteExecutor(Executor):
                 self._lose(f"{type(e).__name__} was raised in the middle of a message")
                 raise
 
-    def _receive(self, number: int, timeout: float | None = None) -> list[tuple[int, bytes]]:
+    def _receive(self, number: int, timeout: float | None = None, *, of_step: bool = False) -> list[tuple[int, bytes]]:
         """The answers of all workers to message ``number``, by rank.
+
+        Of a step, the time in which workers had no processor does not count for ``timeout``.
 
         Raises:
             EngineDeadError: a worker is lost.
@@ -171,6 +179,9 @@ class RemoteExecutor(Executor):
         self._alive()
         deadline = None if timeout is None else time.monotonic() + timeout
         failure: tuple[int, bytes] | None = None
+        if deadline is not None and timeout is not None and of_step:
+            deadline -= timeout * (1 - _LOOK)
+        quiet = 0.0
         try:
             while missing := [rank for rank, count in enumerate(self._received) if count < number]:
                 failure = failure or self._find_failure(number)
@@ -179,6 +190,12 @@ class RemoteExecutor(Executor):
                 try:
                     self._pump(missing, None if deadline is None else deadline - time.monotonic())
                 except TimeoutError:
+                    if failure is None and of_step and timeout is not None:
+                        # The first look has nothing to compare with.
+                        quiet += max(0.0, _LOOK * timeout - self._held_up())
+                        if quiet < timeout * (1 - _LOOK / 2):
+                            deadline = time.monotonic() + _LOOK * timeout
+                            continue
                     if failure is None:
                         silent = f"workers {missing} have not answered within {timeout:g} s"
                         self._lose(silent, killed=self._was_killed())

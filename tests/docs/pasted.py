@@ -22,6 +22,8 @@ from tests.docs.snippets import ROOT, Block
 
 #: What ``octavo chat`` is asked where it stands alone.
 QUESTION = "What is the capital of France?\n"
+#: Seconds that a command may take: simulations of hours of traffic take minutes, and longer on a busy machine.
+LONGEST = 5 * PATIENCE
 #: What of the checkout the commands of the pages name.
 _OF_CHECKOUT = ("scripts", "tests", "deploy", "docs", "dashboards")
 _SERVE = re.compile(r"^(\.venv/bin/)?octavo serve\b")
@@ -131,10 +133,10 @@ class Terminal:
                 input=stdin or "",
                 capture_output=True,
                 text=True,
-                timeout=PATIENCE,
+                timeout=LONGEST,
             )
         except subprocess.TimeoutExpired as e:
-            raise Failed(f"{where}: {text}\nhas not ended after {PATIENCE:.0f} s") from e
+            raise Failed(f"{where}: {text}\nhas not ended after {LONGEST:.0f} s") from e
         if done.returncode:
             raise Failed(f"{where}: {text}\nends with {done.returncode}\n{done.stdout[-1500:]}{done.stderr[-1500:]}")
         return done.stdout

@@ -29,7 +29,8 @@ examples:
   octavo bench chaos --interval 0 --kinds chat,beams
 
 It starts a server of its own, with the engine's options that are given (--engine-restarts without a limit and
---step-timeout 10, if they are not; n-gram drafts, except with pipeline stages). Each distinct request is first computed
+--step-timeout 10, if they are not, of which the time does not count in which other processes had the processors;
+n-gram drafts, except with pipeline stages). Each distinct request is first computed
 alone. Then the clients ask for them at random, while engine cores and workers are killed (SIGKILL), stopped (SIGSTOP),
 paused (SIGSTOP, then SIGCONT) and starved (lowest priority beside busy processes). Every answer must be the one that
 the request got alone, bit for bit: texts, token ids, logprobs, finish reasons, usage. Processes, shared memory,
