@@ -219,3 +219,22 @@ def test_a_command_that_lacks_an_extra_says_which_before_it_looks_for_a_model(wo
     said = terminal.type(f"command octavo {words} 2>&1 && exit 9 || true", "here")
     assert f"octavo[{LACKING[words]}]" in said and f"{terminal.environment}/bin/python -m pip install" in said
     assert "no/where" not in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "bench offline smollm2-135m --batches 1,2 --input-len 8 --output-len 8",
+        "bench scheduler --running 4",
+        "bench executor --running 1",
+        "info smollm2-135m --limits",
+        pytest.param("bench memory smollm2-135m", marks=pytest.mark.slow),
+        pytest.param("bench kernels smollm2-135m --rows 1", marks=pytest.mark.slow),
+        pytest.param("bench grammar smollm2-135m --batches 1 --rounds 1 --output-len 8", marks=pytest.mark.slow),
+        pytest.param("bench offline smollm2-135m --speculative ngram --batches 1 --rounds 1", marks=pytest.mark.slow),
+        pytest.param("simulate preemption", marks=pytest.mark.slow),
+    ],
+)
+def test_commands_of_the_lab_run_after_make_demo(words: str, terminal: Terminal) -> None:
+    """Smaller than the pages show them: what they import is the same."""
+    assert terminal.type(f"octavo {words}", "here").strip()
