@@ -26,7 +26,7 @@ from octavo.cli.terminal_text import for_output
 from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
 from octavo.core.outputs import RequestMetrics, RequestOutput
 from octavo.core.request_options import RequestOptions
-from octavo.core.sampling_params import DefaultMaxTokens, RequestOutputKind, SamplingParams
+from octavo.core.sampling_params import DefaultMaxTokens, RequestOutputKind, SamplingParams, defaults_beside
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import LLMEngine
@@ -151,7 +151,7 @@ def _check(files: ModelFiles, jobs: list[Job], given: Mapping[str, Any], images:
 
     inputs = InputProcessor(files)
     found = read_images(inputs, images)
-    defaults = {name: value for name, value in files.default_sampling.items() if name not in given}
+    defaults = defaults_beside(given, files.default_sampling)
     for job in jobs:
         job.images = found
         job.take_defaults(defaults)

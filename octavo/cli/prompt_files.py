@@ -16,7 +16,7 @@ from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError
 from octavo.core.near_names import did_you_mean
 from octavo.core.prompts import Prompt, TokensPrompt
 from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions, options_from_keywords
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import SamplingParams, defaults_beside
 
 if TYPE_CHECKING:
     from octavo.engine.input_processor import InputProcessor
@@ -98,7 +98,7 @@ class Job:
 
     def take_defaults(self, defaults: Mapping[str, Any]) -> None:
         """Takes the model's defaults for the parameters that it has not of its own."""
-        fields = {name: value for name, value in defaults.items() if name not in self.own}
+        fields = defaults_beside(self.own, defaults)
         if fields and self.error is None and isinstance(self.params, SamplingParams):
             try:
                 self.params = msgspec.structs.replace(self.params, **fields)

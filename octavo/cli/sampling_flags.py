@@ -14,7 +14,7 @@ import msgspec
 from octavo.cli.engine_flags import help_text
 from octavo.cli.parsing import Arguments, Parser
 from octavo.core.errors import InvalidRequestError
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import SamplingParams, defaults_beside
 
 PREFIX = "sampling"
 #: Parameters that help shows; the others are in ``--help all``.
@@ -167,7 +167,8 @@ def read_sampling_params(arguments: Arguments, defaults: Mapping[str, Any] | Non
     Raises:
         InvalidRequestError: a value is out of range.
     """
-    return SamplingParams(**{**(defaults or {}), **arguments.group(PREFIX)})
+    given = arguments.group(PREFIX)
+    return SamplingParams(**defaults_beside(given, defaults or {}), **given)
 
 
 def read_value(name: str, text: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -246,6 +246,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < MIN_TEMPERATURE
+
+
+def defaults_beside(given: Collection[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's ``defaults`` of parameters that a request leaves out; ``given`` names those that it has.
+
+    A model's min_p is meant for the model's temperature: beside another one it would undo what the request asks for.
+    """
+    apart = {*given, "min_p"} if "temperature" in given else {*given}
+    return {name: value for name, value in defaults.items() if name not in apart}
 
 
 def sampling_in_effect(defaults: Mapping[str, Any]) -> dict[str, Any]:

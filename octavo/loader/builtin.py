@@ -129,8 +129,9 @@ BUILTIN: dict[str, BuiltinModel] = {
             ),
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             # Temperature and top_p are those of its model card. With the 4-bit weights they alone let every third
-            # answer to "What is the capital of France?" begin with a wrong word; min_p drops such words.
-            sampling={"temperature": 0.2, "top_p": 0.9, "min_p": 0.7},
+            # answer to "What is the capital of France?" begin with a wrong word; min_p drops such words, unless a
+            # request has a temperature of its own (``defaults_beside``).
+            sampling={"temperature": 0.2, "top_p": 0.9, "min_p": 0.9},
         ),
         BuiltinModel(
             name="gemma3-270m",

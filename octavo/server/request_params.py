@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import SamplingParams, defaults_beside
 from octavo.server.api_errors import unsupported
 from octavo.server.formats import read_form
 from octavo.server.protocol import GenerationRequest
@@ -65,7 +65,8 @@ def make_sampling_params(
         "structured_outputs": None if form is None else form.params,
         "extra_args": body.vllm_xargs,
     }
-    return SamplingParams(**{**defaults, **_given(body, _SHARED), **fields})
+    given = {**_given(body, _SHARED), **fields}
+    return SamplingParams(**defaults_beside(given, defaults), **given)
 
 
 def make_beam_search_params(body: GenerationRequest, max_tokens: int) -> BeamSearchParams:

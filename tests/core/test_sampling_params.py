@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import SamplingParams, defaults_beside
 
 NUMBERS = (
     "presence_penalty",
@@ -150,3 +150,10 @@ def test_parameters_survive_serialisation() -> None:
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
     assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams) == params
+
+
+def test_a_models_min_p_holds_beside_its_own_temperature_alone() -> None:
+    defaults = {"temperature": 0.2, "top_p": 0.9, "min_p": 0.9}
+    assert defaults_beside((), defaults) == defaults
+    assert defaults_beside(("top_p",), defaults) == {"temperature": 0.2, "min_p": 0.9}
+    assert defaults_beside(("temperature",), defaults) == {"top_p": 0.9}
