@@ -10,7 +10,8 @@ namespace {
 constexpr int kVectors = kGroup / kLanes;  // of a group
 constexpr int kCache = 2;                  // that is fetched into, for __builtin_prefetch: the second
 
-#if defined(OCTAVO_BF16)
+// Rows are those that GemmTable::prepare makes.
+#if defined(OCTAVO_BF16) || defined(OCTAVO_AMX)
 constexpr bool kMultipliesPairs = true;
 #else
 constexpr bool kMultipliesPairs = false;
@@ -48,7 +49,7 @@ OCTAVO_INLINE F32 load_weights(const char* p) {
 
 template <Dtype dtype>
 OCTAVO_INLINE void add_products(F32& sum, F32 weights, F32 x) {
-#if defined(OCTAVO_BF16)
+#if defined(OCTAVO_BF16) || defined(OCTAVO_AMX)
   if constexpr (dtype == Dtype::bf16) {
     add_pair_products(sum, (U32)weights, (U32)x);
     return;

@@ -33,7 +33,7 @@ inline IsaNames processor_isas() {
   unsigned eax = 0, ebx, ecx, edx;
   const bool avx_vnni = avx2 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> 4 & 1) != 0;
 #endif
-  if (avx512 && amx::state() == amx::State::available) names.floats.push_back("amx_bf16");
+  if (bf16 && amx::state() == amx::State::available) names.floats.push_back("amx_bf16");
   // Intel's processors run dot products of bfloat16 at half the rate of float32 multiply-adds, AMD's at twice the rate.
   const bool fast_bf16 = bf16 && !__builtin_cpu_is("intel");
   if (fast_bf16) names.floats.push_back("avx512_bf16");

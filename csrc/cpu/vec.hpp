@@ -215,15 +215,13 @@ OCTAVO_INLINE void add_product(F32& sum, F32 x, F32 y) {
 #endif
 }
 
-#if defined(OCTAVO_BF16)
+#if defined(OCTAVO_BF16) || defined(OCTAVO_AMX)
 // sum += odd(x) * odd(y), then sum += even(x) * even(y), over lanes of two bfloat16, each step with one rounding to
 // nearest. Subnormal inputs and results are zero.
 OCTAVO_INLINE void add_pair_products(F32& sum, U32 x, U32 y) {
   sum = (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
 }
-#endif
 
-#if defined(OCTAVO_BF16) || defined(OCTAVO_AMX)
 // As round_bf16, but that subnormal numbers are zero.
 OCTAVO_INLINE U16 narrow_bf16(F32 x) { return (U16)_mm512_maskz_cvtneps_pbh(0xffff, (__m512)x); }
 #endif

@@ -87,9 +87,13 @@ def test_memory_that_runs_out_before_the_weights_is_an_error_of_our_own(
     def fails(*_: Any) -> None:
         raise MemoryError
 
-    for step in ("default_sampling", "find_tokenizer", "read_model_config"):
+    for step in (
+        "engine.model_files.default_sampling",
+        "engine.model_files.find_tokenizer",
+        "loader.stored_head.read_model_config",
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(f"octavo.engine.model_files.{step}", fails)
+            patch.setattr(f"octavo.{step}", fails)
             with pytest.raises(InsufficientMemoryError, match="memory ran out"):
                 LLM(str(tiny_model), device="cpu")
 

@@ -83,8 +83,8 @@ def test_the_documented_logger_for_prometheus_works(monkeypatch: pytest.MonkeyPa
     prometheus_client = pytest.importorskip("prometheus_client")
     monkeypatch.setattr(prometheus_client, "start_http_server", lambda port: None)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    names: dict[str, Any] = {"StepStats": StepStats, "__name__": "page"}
-    exec(blocks[1], names)
-    names["Prometheus"](0).log(StepStats(num_running=3, decode_tokens=2))
+    names: dict[str, Any] = {"StepStats": StepStats, "__name__": "page", "LLM": lambda *_, **options: options}
+    exec(blocks[1].replace("from octavo import LLM, StepStats\n", ""), names)
+    names["llm"]["stat_loggers"][0].log(StepStats(num_running=3, decode_tokens=2))
     assert prometheus_client.REGISTRY.get_sample_value("octavo_running") == 3
     assert prometheus_client.REGISTRY.get_sample_value("octavo_tokens_total", {"phase": "decode"}) == 2

@@ -251,7 +251,7 @@ def test_without_what_decodes_the_server_says_so_at_start_and_clients_do_not_try
             answer = post(server, stream=stream)
             assert answer.status_code == 400
             assert error_of(answer)["code"] == "audio_not_installed"
-            assert "pip install" in error_of(answer)["message"]
+            assert "octavo[audio]" in error_of(answer)["message"]
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "server.md"
 
 
 def examples() -> list[list[str]]:
-    """The curl commands, as words."""
-    blocks = re.findall(r"```console\n(curl .*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    """The curl commands of the blocks that begin with one, as words."""
+    blocks = re.findall(r"```bash\n(curl .*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     return [shlex.split(command) for block in blocks for command in re.split(r"\n(?=curl )", block.strip())]
 
 
