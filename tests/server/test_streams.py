@@ -153,7 +153,7 @@ def test_responses_to_generated_requests_conform_to_openapi(tiny_server: Running
         "/completion", "/completions", "/infill", "/apply-template", "/props", "/slots", "/tokenizer_info",
         "/", "/health", "/version", "/metrics", "/reset_prefix_cache",
         "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify", "/pooling",
-        "/embedding", "/embeddings",
+        "/embedding", "/embeddings", "/embed", "/v2/embed", "/v2/chat", "/v1/chat/completions/batch",
     }  # fmt: skip
     guide = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
     for path, route in page["paths"].items():
