@@ -16,7 +16,7 @@ EXAMPLE = """\
 examples:
   octavo simulate allocators
   octavo simulate allocators --thorough
-  octavo simulate allocators --lengths chat --latency-limit 0.2 --rate 2 --json curves.json
+  octavo simulate allocators --lengths chat --latency-limit 0.1 --rate 2 --json curves.json
 
 The comparison of Kwon et al. 2023 (PagedAttention), section 6.2, on a simulated OPT-13B on an A100: oracle reserves the
 true length of each request, pow2 at most twice its output, max the model's context. Equal calls give equal figures.
