@@ -345,11 +345,12 @@ def test_limits_are_plausible() -> None:
     limits = measure_cpu(1)
     assert limits.threads == 1 and limits.instruction_sets == _cpu.isa()
     assert 0.1 < limits.read_gb_s < 2000
-    slowest = 0.001 if "EMULATED_CPU_KERNELS" in os.environ else 0.1  # instructions in plain C++ are slow
+    emulated = "EMULATED_CPU_KERNELS" in os.environ
+    slowest = 0.001 if emulated else 0.1  # instructions in plain C++ are slow, and tiles are not measured
     assert 0.1 < limits.chunk_gb_s < 2000
     assert slowest < limits.fma_gflops < 2000
     for measured, there_is in (
-        (limits.bf16_dot_gflops, _cpu.float_isa() in ("avx512_bf16", "amx_bf16")),
+        (limits.bf16_dot_gflops, _cpu.float_isa() in (("avx512_bf16",) if emulated else ("avx512_bf16", "amx_bf16"))),
         (limits.int8_dot_gops, _cpu.integer_isa().endswith("vnni")),
     ):
         assert slowest < measured < 10_000 if there_is else measured == 0
