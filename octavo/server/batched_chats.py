@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -12,10 +11,10 @@ from starlette.responses import Response
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.server.api_errors import ApiError, as_api_error, invalid, unsupported
+from octavo.server.cancellation import with_cancellation
 from octavo.server.chat_completions import PendingCompletion
 from octavo.server.chat_request import start_chat
 from octavo.server.field_marks import refused
-from octavo.server.pending_response import PendingResponse
 from octavo.server.protocol import ChatCompletionRequest, ChatMessage
 from octavo.server.protocol_answers import ChatCompletion
 from octavo.server.service import service_of
@@ -54,41 +53,35 @@ async def create_batched_chats(request: Request, body: BatchedChatsRequest) -> R
             chats.append(PendingCompletion(await start_chat(service, request, one, prefix="chatcmpl")))
         except (ApiError, InvalidRequestError, TokenizerError) as e:
             raise _of_conversation(as_api_error(e), number) from None
-    return await _PendingChats(chats).respond(request, False, deadline)
+    answer = await with_cancellation(request.receive, _answer_all(chats), deadline)
+    return Response(answer, media_type="application/json")
 
 
-class _PendingChats(PendingResponse):
-    def __init__(self, chats: list[PendingCompletion]) -> None:
-        self._chats = chats
+async def _answer_all(chats: list[PendingCompletion]) -> bytes:
+    """One response of the answers to all chats, as JSON."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(_answer(chat, number)) for number, chat in enumerate(chats)]
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    whole, *others = [task.result() for task in running]
+    usage = whole.usage
+    for number, other in enumerate(others, 1):
+        [choice] = other.choices
+        choice.index = number
+        whole.choices.append(choice)
+        usage.prompt_tokens += other.usage.prompt_tokens
+        usage.completion_tokens += other.usage.completion_tokens
+        usage.total_tokens += other.usage.total_tokens
+        usage.prompt_tokens_details.cached_tokens += other.usage.prompt_tokens_details.cached_tokens
+    return whole.encode()
 
-    async def complete(self) -> bytes:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._one(number)) for number in range(len(self._chats))]
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
-        whole, *others = [task.result() for task in running]
-        usage = whole.usage
-        for number, other in enumerate(others, 1):
-            [choice] = other.choices
-            choice.index = number
-            whole.choices.append(choice)
-            usage.prompt_tokens += other.usage.prompt_tokens
-            usage.completion_tokens += other.usage.completion_tokens
-            usage.total_tokens += other.usage.total_tokens
-            usage.prompt_tokens_details.cached_tokens += other.usage.prompt_tokens_details.cached_tokens
-        return whole.encode()
 
-    async def _one(self, number: int) -> ChatCompletion:
-        try:
-            return await self._chats[number].whole()
-        except (ApiError, InvalidRequestError) as e:
-            raise _of_conversation(as_api_error(e), number) from None
-
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Such requests are refused."""
-        raise NotImplementedError
-        yield b""
+async def _answer(chat: PendingCompletion, number: int) -> ChatCompletion:
+    try:
+        return await chat.whole()
+    except (ApiError, InvalidRequestError) as e:
+        raise _of_conversation(as_api_error(e), number) from None
 
 
 def _of_conversation(error: ApiError, number: int) -> ApiError:
