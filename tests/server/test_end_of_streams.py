@@ -106,9 +106,10 @@ def leave_whole(server: Running, body: dict[str, Any]) -> dict[str, Any]:
 
 def late_streams(server: Running, http: httpx.Client, long: dict[str, Any]) -> dict[str, str]:
     """What streams of all routes send whose core stands still until they are out of time."""
-    fields = {"max_tokens": 200, "ignore_eos": True, "stream": True}
+    tokens = 1500  # more than the fastest machine generates before its core is stopped
+    fields = {"max_tokens": tokens, "ignore_eos": True, "stream": True}
     bodies = {route: {**body, **fields} for route, body in ROUTES.items() if route != TEXT}
-    bodies["/v1/responses"] = {"input": "x", "max_output_tokens": 200, "ignore_eos": True, "stream": True}
+    bodies["/v1/responses"] = {"input": "x", "max_output_tokens": tokens, "ignore_eos": True, "stream": True}
     bodies[TEXT] = {**long, "prompt": long["prompt"][:24]}  # as many as run at once beside the others
     texts: dict[str, str] = {}
     open_streams: dict[str, Iterator[str]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Iterator
 
@@ -68,8 +69,9 @@ def test_it_goes_on_with_the_same_bits_in_a_process_that_does_not_know_it(
 
 def kill_processes() -> None:
     for child in psutil.Process().children():
-        if "octavo.sandbox.process" in child.cmdline():
-            child.send_signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended, or a zombie that nobody has waited for
+            if "octavo.sandbox.process" in child.cmdline():
+                child.send_signal(signal.SIGKILL)
 
 
 def test_errors_name_the_recording(sandbox: Sandbox) -> None:
