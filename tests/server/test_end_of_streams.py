@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -106,24 +105,23 @@ def leave_whole(server: Running, body: dict[str, Any]) -> dict[str, Any]:
 
 def late_streams(server: Running, http: httpx.Client, long: dict[str, Any]) -> dict[str, str]:
     """What streams of all routes send whose core stands still until they are out of time."""
-    tokens = 1500  # more than the fastest machine generates before its core is stopped
-    fields = {"max_tokens": tokens, "ignore_eos": True, "stream": True}
-    bodies = {route: {**body, **fields} for route, body in ROUTES.items() if route != TEXT}
-    bodies["/v1/responses"] = {"input": "x", "max_output_tokens": tokens, "ignore_eos": True, "stream": True}
-    bodies[TEXT] = {**long, "prompt": long["prompt"][:24]}  # as many as run at once beside the others
+    fields = {"max_tokens": 200, "ignore_eos": True, "stream": True}
+    # First the longest, beside which the steps of the others take longer.
+    bodies = {TEXT: {**long, "prompt": long["prompt"][:24]}}
+    bodies |= {route: {**body, **fields} for route, body in ROUTES.items() if route != TEXT}
+    bodies["/v1/responses"] = {"input": "x", "max_output_tokens": 200, "ignore_eos": True, "stream": True}
     texts: dict[str, str] = {}
     open_streams: dict[str, Iterator[str]] = {}
-    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
-
-        def begin(route: str) -> None:
+    core = server.core_pid()
+    with contextlib.ExitStack() as stack:
+        # The core runs only until a stream has begun, so that no stream ends before its time is out.
+        for route, body in bodies.items():
             headers = {"X-Request-Id": f"late-{route}"}
-            answer = stack.enter_context(http.stream("POST", route, json=bodies[route], headers=headers))
+            os.kill(core, signal.SIGCONT)
+            answer = stack.enter_context(http.stream("POST", route, json=body, headers=headers))
             open_streams[route] = answer.iter_text()
             texts[route] = next(open_streams[route])
-
-        list(pool.map(begin, bodies))
-        core = server.core_pid()
-        os.kill(core, signal.SIGSTOP)
+            os.kill(core, signal.SIGSTOP)
         try:
             for route, pieces in open_streams.items():
                 texts[route] += "".join(pieces)
