@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -106,22 +108,30 @@ def leave_whole(server: Running, body: dict[str, Any]) -> dict[str, Any]:
 def late_streams(server: Running, http: httpx.Client, long: dict[str, Any]) -> dict[str, str]:
     """What streams of all routes send whose core stands still until they are out of time."""
     fields = {"max_tokens": 200, "ignore_eos": True, "stream": True}
-    # First the longest, beside which the steps of the others take longer.
-    bodies = {TEXT: {**long, "prompt": long["prompt"][:24]}}
-    bodies |= {route: {**body, **fields} for route, body in ROUTES.items() if route != TEXT}
+    bodies = {route: {**body, **fields} for route, body in ROUTES.items() if route != TEXT}
     bodies["/v1/responses"] = {"input": "x", "max_output_tokens": 200, "ignore_eos": True, "stream": True}
+    bodies[TEXT] = {**long, "prompt": long["prompt"][:24]}  # as many as run at once beside the others
     texts: dict[str, str] = {}
     open_streams: dict[str, Iterator[str]] = {}
     core = server.core_pid()
-    with contextlib.ExitStack() as stack:
-        # The core runs only until a stream has begun, so that no stream ends before its time is out.
-        for route, body in bodies.items():
+    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+
+        def begin(route: str) -> None:
             headers = {"X-Request-Id": f"late-{route}"}
-            os.kill(core, signal.SIGCONT)
-            answer = stack.enter_context(http.stream("POST", route, json=body, headers=headers))
+            answer = stack.enter_context(http.stream("POST", route, json=bodies[route], headers=headers))
             open_streams[route] = answer.iter_text()
             texts[route] = next(open_streams[route])
+
+        # The core runs for a few steps at a time, so that no stream ends before all have begun.
+        os.kill(core, signal.SIGSTOP)
+        begun = [pool.submit(begin, route) for route in bodies]
+        while not all(stream.done() for stream in begun):
+            os.kill(core, signal.SIGCONT)
+            time.sleep(0.004)
             os.kill(core, signal.SIGSTOP)
+            time.sleep(0.02)
+        for stream in begun:
+            stream.result()
         try:
             for route, pieces in open_streams.items():
                 texts[route] += "".join(pieces)
