@@ -65,7 +65,7 @@ NOT_PASTED = {
     ("models.md", r""): _READERS,
     ("parallelism.md", r"path/to/model|^ray |my_module"): _READERS,
     ("policy-lab.md", r""): _FIGURES,
-    ("security.md", r"--host 0\.0\.0\.0"): "a certificate; tests/server/test_access.py serves with one",
+    ("deploying.md", r"--host 0\.0\.0\.0"): "a certificate; tests/server/test_access.py serves with one",
     ("serving.md", r"octavo bench chaos"): _FIGURES,
     ("serving.md", r"client\.embeddings"): "another model; tests/server/test_embedding_clients.py drives it",
     ("simulation.md", r"azure\.csv|octavo bench simulation|^fixed|^\+ "): f"{_READERS}, a formula, or {_FIGURES}",
