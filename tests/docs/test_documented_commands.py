@@ -61,7 +61,7 @@ NOT_PASTED = {
     ("extending.md", r"Annotated\[|class (Scan|OnlyDigits)"): "a part of a file of the package",
     ("gpu.md", r""): "a GPU",
     ("images.md", r""): "a model of the hub, and a photo of the reader's",
-    ("metrics.md", r"docker|curl"): "containers, and a server that runs",
+    ("metrics.md", r"docker|curl|octavo top|^8 running"): "containers, a server that runs; a line of a log",
     ("models.md", r""): _READERS,
     ("parallelism.md", r"path/to/model|^ray |my_module"): _READERS,
     ("policy-lab.md", r""): _FIGURES,
@@ -71,7 +71,6 @@ NOT_PASTED = {
     ("simulation.md", r"azure\.csv|octavo bench simulation|^fixed|^\+ "): f"{_READERS}, a formula, or {_FIGURES}",
     ("simulation.md", r"mine\.json"): f"{_FIGURES}; tests/lab/bench/test_bench_calibrate.py does both",
     ("speculation.md", r"models/"): _READERS,
-    ("statistics.md", r"tensorboard|^8 running"): "another package; a line of a log",
     ("structured-output.md", r"octavo bench grammar|^response_format\.json"): f"{_FIGURES}; a message",
     ("workloads.md", r"octavo bench"): _FIGURES,
 }  # fmt: skip
