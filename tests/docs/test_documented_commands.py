@@ -66,7 +66,7 @@ NOT_PASTED = {
     ("parallelism.md", r"path/to/model|^ray |my_module"): _READERS,
     ("policy-lab.md", r""): _FIGURES,
     ("deploying.md", r"--host 0\.0\.0\.0"): "a certificate; tests/server/test_access.py serves with one",
-    ("serving.md", r"octavo bench chaos"): _FIGURES,
+    ("failures.md", r"octavo bench chaos"): _FIGURES,
     ("serving.md", r"client\.embeddings"): "another model; tests/server/test_embedding_clients.py drives it",
     ("simulation.md", r"azure\.csv|octavo bench simulation|^fixed|^\+ "): f"{_READERS}, a formula, or {_FIGURES}",
     ("simulation.md", r"mine\.json"): f"{_FIGURES}; tests/lab/bench/test_bench_calibrate.py does both",
