@@ -47,7 +47,7 @@ _FIGURES = "prints the figures of the page: minutes to hours of a quiet machine"
 #: What is not pasted, and why: (page, pattern of a command or of a line of a program; empty: the whole page).
 NOT_PASTED = {
     ("README.md", r"^make demo"): "makes the environment that all of this runs in; scripts/ten_minutes.py types it",
-    ("installing.md", r"^make |^pip install|scripts/install\.py|try_arm64"): "tests/test_setup.py and make wheel try it",
+    ("installing.md", r"^make |^pip install|scripts/install\.py|try_arm64"): "tests/test_setup.py, make wheel try it",
     ("adapters.md", r"PromptAdapterRequest"): _READERS,
     ("adapters.md", r"python scripts/bench_adapters.py"): f"{_FIGURES}, with torch",
     ("adding-a-model.md", r""): "parts of files, and tests of them, which tests/models runs whole",
