@@ -2,7 +2,7 @@
 
     python scripts/try_clients.py                     # all
     python scripts/try_clients.py openai_python codex # some
-    python scripts/try_clients.py --write             # all, and the rows of docs/clients.md
+    python scripts/try_clients.py --write             # all, and the rows of docs/serving.md
 
 A client's file in ``scripts/clients`` is run with URL and MODEL in its environment, and says what works. Cleverness is
 not judged, as the demo model has little: a client must come to its end without an error. Coding agents send prompts of
@@ -30,18 +30,13 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "scripts" / "clients"
-PAGE = ROOT / "docs" / "clients.md"
+PAGE = ROOT / "docs" / "serving.md"
 DEMO = "smollm2-135m"
 #: Seconds that a client may take, on two cores with a prompt of 20,000 tokens.
 TIMEOUT = 900
 
+#: Begin of the table of clients in ``PAGE``.
 HEAD = """\
-# Clients
-
-This page is written by `python scripts/try_clients.py --write`, which installs each client into an environment of its
-own and drives it against a server with the demo model. What a 135M model says is not judged; every client came to its
-end without an error. The most used ones are driven in `make test-all`.
-
 | client | version | works | how to configure it |
 | --- | --- | --- | --- |
 """
@@ -227,14 +222,15 @@ def _told(client: Client, url: str) -> Outcome:
 
 
 def write(outcomes: list[Outcome]) -> None:
-    """Writes the page; rows of clients that were not driven stay as they are."""
-    rows = {}
-    if PAGE.exists():
-        rows = {line.split("|")[1].strip(): line for line in PAGE.read_text().splitlines() if line.startswith("| ")}
+    """Writes the table in the page; rows of clients that were not driven stay as they are."""
+    before, head, rest = PAGE.read_text(encoding="utf-8").partition(HEAD)
+    table, gap, after = rest.partition("\n\n")
+    rows = {line.split("|")[1].strip(): line for line in table.splitlines()}
     for o in outcomes:
         cells = (o.client.title, o.version, o.works or "does not run", o.client.configuration)
         rows[o.client.title] = f"| {' | '.join(cells)} |"
-    PAGE.write_text(HEAD + "".join(f"{rows[c.title]}\n" for c in ALL if c.title in rows), encoding="utf-8")
+    lines = "\n".join(rows[client.title] for client in ALL if client.title in rows)
+    PAGE.write_text(f"{before}{head}{lines}{gap}{after}", encoding="utf-8")
 
 
 def _run(*command: str | Path) -> None:
@@ -245,7 +241,7 @@ def main() -> int:
     """Drives clients; 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("clients", nargs="*", help=", ".join(client.name for client in ALL))
-    parser.add_argument("--write", action="store_true", help="write docs/clients.md")
+    parser.add_argument("--write", action="store_true", help="write the table in docs/serving.md")
     parser.add_argument("--serve-flags", default="", help="further flags of octavo serve, in one text")
     arguments = parser.parse_args()
     outcomes = try_all(arguments.clients, arguments.serve_flags.split())

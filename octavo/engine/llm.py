@@ -51,7 +51,7 @@ class LLM(LLMEngine, PoolingCalls, TranscriptionCalls):
     ``user``, ``lora_request`` and ``prediction``: one value for all prompts, or a list with one for each.
 
     Further keywords of vLLM's methods (``tokenization_kwargs=None``, ...) are accepted at the values that mean what is
-    done anyway, and otherwise refused with the reason; see docs/coming-from-vllm.md.
+    done anyway, and otherwise refused with the reason; see docs/coming-from.md.
     """
 
     def __init__(

@@ -108,8 +108,8 @@ def test_the_package_costs_no_heavy_import() -> None:
 
 
 def test_the_page_lists_the_modules_and_its_program_runs(installed: None) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "coming-from-vllm.md").read_text(encoding="utf-8")
-    section = page.split("## Scripts as they are")[1].split("\n## ")[0]
+    page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    section = page.split("## Scripts as they are")[1].split("\n### ")[0]
     rows = [row.split("|")[1:3] for row in section.split("| --- | --- |")[1].split("\n\n")[0].strip().splitlines()]
     listed = {
         name.removeprefix("vllm").lstrip(".") for modules, _ in rows for name in re.findall(r"`([\w.]+)`", modules)

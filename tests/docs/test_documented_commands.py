@@ -18,14 +18,14 @@ from tests.docs.snippets import PAGES, ROOT, Block, blocks, typed_lines
 from tests.test_architecture import WITH_TORCH
 
 #: Pages that are pasted in the default suite, but for what is in ``SLOW``.
-QUICK = ("README.md", "laptop.md", "server.md", "chat.md")
+QUICK = ("README.md", "installing.md", "serving.md", "chat.md")
 
 #: What takes long: (page, pattern of the command or of a line of the program).
 SLOW = (
     ("README.md", r"octavo bench offline"),
     ("README.md", r"octavo chat"),  # chat.md begins with it
-    ("laptop.md", r"octavo (chat|serve)"),
-    ("laptop.md", r"octavo generate .*What is the capital"),  # as in README.md
+    ("installing.md", r"octavo (chat|serve)"),
+    ("installing.md", r"octavo generate .*What is the capital"),  # as in README.md
 )
 
 #: Extras that a block needs beside ``make demo``; "openai" and the like: a client of another package.
@@ -47,7 +47,7 @@ _FIGURES = "prints the figures of the page: minutes to hours of a quiet machine"
 #: What is not pasted, and why: (page, pattern of a command or of a line of a program; empty: the whole page).
 NOT_PASTED = {
     ("README.md", r"^make demo"): "makes the environment that all of this runs in; scripts/ten_minutes.py types it",
-    ("installing.md", r""): "makes environments, wheels and the test suite; tests/test_setup.py and make wheel try it",
+    ("installing.md", r"^make |^pip install|scripts/install\.py|try_arm64"): "tests/test_setup.py, make wheel try it",
     ("adapters.md", r"PromptAdapterRequest"): _READERS,
     ("adapters.md", r"python scripts/bench_adapters.py"): f"{_FIGURES}, with torch",
     ("adding-a-model.md", r""): "parts of files, and tests of them, which tests/models runs whole",
@@ -56,23 +56,21 @@ NOT_PASTED = {
     ("choosing-a-policy.md", r""): _FIGURES,
     ("cluster-simulation.md", r"other\.json|ROUTER|\.\.\."): "names what the reader puts in",
     ("cluster-simulation.md", r"octavo bench (calibrate|failover)|1000000"): _FIGURES,
-    ("coming-from-vllm.md", r"EngineArgs\("): "vllm.install, which changes the program; tests/compat runs it",
+    ("coming-from.md", r"EngineArgs\("): "vllm.install, which changes the program; tests/compat runs it",
     ("encoder-decoder.md", r""): "a checkpoint that is not built in; tests/models makes such ones",
     ("extending.md", r"Annotated\[|class (Scan|OnlyDigits)"): "a part of a file of the package",
     ("gpu.md", r""): "a GPU",
     ("images.md", r""): "a model of the hub, and a photo of the reader's",
-    ("metrics.md", r"docker|curl"): "containers, and a server that runs",
+    ("metrics.md", r"docker|curl|octavo top|^8 running"): "containers, a server that runs; a line of a log",
     ("models.md", r""): _READERS,
     ("parallelism.md", r"path/to/model|^ray |my_module"): _READERS,
     ("policy-lab.md", r""): _FIGURES,
-    ("researcher.md", r"octavo bench policies"): _FIGURES,
-    ("security.md", r"--host 0\.0\.0\.0"): "a certificate; tests/server/test_access.py serves with one",
-    ("serving.md", r"octavo bench chaos"): _FIGURES,
+    ("deploying.md", r"--host 0\.0\.0\.0"): "a certificate; tests/server/test_access.py serves with one",
+    ("failures.md", r"octavo bench chaos"): _FIGURES,
     ("serving.md", r"client\.embeddings"): "another model; tests/server/test_embedding_clients.py drives it",
     ("simulation.md", r"azure\.csv|octavo bench simulation|^fixed|^\+ "): f"{_READERS}, a formula, or {_FIGURES}",
     ("simulation.md", r"mine\.json"): f"{_FIGURES}; tests/lab/bench/test_bench_calibrate.py does both",
     ("speculation.md", r"models/"): _READERS,
-    ("statistics.md", r"tensorboard|^8 running"): "another package; a line of a log",
     ("structured-output.md", r"octavo bench grammar|^response_format\.json"): f"{_FIGURES}; a message",
     ("workloads.md", r"octavo bench"): _FIGURES,
 }  # fmt: skip

@@ -25,7 +25,7 @@ EVERY = [block for page in PAGES for block in blocks(page)]
 PYTHON = [block for block in EVERY if block.language == "python"]
 
 #: (page, beginning of a line of the block) of those that are run in the default suite: they take a second or two.
-QUICK = [("README.md", "llm = LLM("), ("laptop.md", "llm = LLM("), ("researcher.md", "figures =")]
+QUICK = [("README.md", "llm = LLM("), ("installing.md", "llm = LLM(")]
 #: Those that speak to a server with a built-in model.
 OF_SERVERS = {
     ("serving.md", "first = client.responses"): "smollm2-135m",

@@ -1,6 +1,6 @@
 """Scripts as they are written for vLLM: each works after its import is changed, or is refused with the reason.
 
-``docs/coming-from-vllm.md`` lists the differences.
+``docs/coming-from.md`` lists the differences.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def test_it_is_refused_with_the_reason(program: str, reason: str, names: dict[st
 def test_the_page_of_differences_names_options_of_the_table() -> None:
     from octavo.core.foreign_options import FOREIGN_OPTIONS
 
-    page = (Path(__file__).parents[2] / "docs" / "coming-from-vllm.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
     table = page.split("| option | accepted | otherwise |")[1].split("\n\n")[0]
     named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert len(named) > 25

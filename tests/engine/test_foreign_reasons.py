@@ -77,7 +77,7 @@ def test_the_logprobs_of_a_prompt_score_an_answer_that_is_known(llm: LLM) -> Non
 
 def test_functions_are_called_with_each_worker(llm: LLM) -> None:
     assert llm.collective_rpc(lambda worker, more: type(worker).__name__ + more, ("!",)) == ["Worker!"]
-    page = (DOCS / "coming-from-vllm.md").read_text()
+    page = (DOCS / "coming-from.md").read_text()
     row = next(line for line in page.splitlines() if line.startswith("| `collective_rpc("))
     for kind in (LLM, AsyncLLM):
         named = set(re.findall(r"(\w+)=?[,)]", row.split("|")[1]))
@@ -85,7 +85,7 @@ def test_functions_are_called_with_each_worker(llm: LLM) -> None:
 
 
 def test_the_page_names_the_drafters_that_there_are() -> None:
-    page = (DOCS / "coming-from-vllm.md").read_text()
+    page = (DOCS / "coming-from.md").read_text()
     row = next(line for line in page.splitlines() if line.startswith("| `speculative_model`"))
     methods = set(re.findall(r"`(\w+)`", row.split("methods")[1]))
     assert methods == set(typing.get_args(SpeculativeConfig.model_fields["method"].annotation))

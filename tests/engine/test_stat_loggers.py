@@ -15,7 +15,7 @@ from octavo.engine.step_loop import StepLoop
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_gpu_blocks_override": 32, "max_num_seqs": 4}
 PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "statistics.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 
 class Kept:

@@ -1,4 +1,4 @@
-"""What docs/server.md shows with curl works as it stands there."""
+"""What docs/serving.md shows with curl works as it stands there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests.busy_machine import PATIENCE
 from tests.server.running_server import Running, running
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "server.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 
 
 def examples() -> list[list[str]]:

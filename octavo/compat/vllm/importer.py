@@ -99,7 +99,7 @@ def _refusal(name: str) -> str:
     """Why there is no such module or name, and what there is instead."""
     parts = name.split(".")
     reasons = (ABSENT_MODULES.get(".".join(parts[:count])) for count in range(len(parts), 0, -1))
-    listed = "docs/coming-from-vllm.md lists what it has"
+    listed = "docs/coming-from.md lists what it has"
     reason = ABSENT_NAMES.get(parts[-1]) or next((r for r in reasons if r), listed)
     return f"Octavo has no vllm.{name}: {reason}"
 
