@@ -57,7 +57,6 @@ NOT_PASTED = {
     ("cluster-simulation.md", r"other\.json|ROUTER|\.\.\."): "names what the reader puts in",
     ("cluster-simulation.md", r"octavo bench (calibrate|failover)|1000000"): _FIGURES,
     ("coming-from.md", r"EngineArgs\("): "vllm.install, which changes the program; tests/compat runs it",
-    ("encoder-decoder.md", r""): "a checkpoint that is not built in; tests/models makes such ones",
     ("extending.md", r"Annotated\[|class (Scan|OnlyDigits)"): "a part of a file of the package",
     ("gpu.md", r""): "a GPU",
     ("images.md", r""): "a model of the hub, and a photo of the reader's",

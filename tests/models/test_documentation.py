@@ -14,5 +14,5 @@ def test_the_guide_to_new_models_shows_the_files_as_they_are() -> None:
     )
     guide = (ROOT / "docs" / "adding-a-model.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    assert len(blocks) > 5
+    assert len(blocks) >= 5
     assert [block for block in blocks if block not in code] == []
