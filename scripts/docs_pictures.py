@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/how-it-works.md: recordings of the engine's own scheduler and blocks, step by step.
+"""Draws the pictures of docs/scheduling.md: recordings of the engine's own scheduler and blocks, step by step.
 
     python scripts/docs_pictures.py [FOLDER]      # docs/pictures; needs the extra octavo[plot]
 

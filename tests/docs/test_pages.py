@@ -80,7 +80,7 @@ def test_every_series_of_metrics_has_its_advice_and_every_rule_its_series() -> N
 
 
 def test_the_pictures_of_the_pages_are_there_and_say_what_they_show() -> None:
-    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
     shown = re.findall(r"!\[(.*?)\]\(pictures/(.*?)\)", page)
     assert len(shown) == 5
     for text, name in shown:
@@ -111,5 +111,5 @@ def test_the_site_is_made_without_a_broken_link(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=600)
     pages = {page.name for page in tmp_path.glob("*.html")}
-    assert {"index.html", "api.html", "CHANGELOG.html", "how-it-works.html"} <= pages
+    assert {"index.html", "api.html", "CHANGELOG.html", "scheduling.html"} <= pages
     assert "LLM.generate" in (tmp_path / "api.html").read_text(encoding="utf-8")
