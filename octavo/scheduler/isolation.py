@@ -8,10 +8,9 @@ from types import TracebackType
 
 import msgspec
 
-from octavo.core.engine_outputs import GroupOutput
+from octavo.core.plan import GroupOutput
 from octavo.core.request import EngineCoreRequest, SequenceStatus
-from octavo.scheduler.groups import Sequence, SequenceGroup
-from octavo.scheduler.resumption import suspend
+from octavo.scheduler.groups import Sequence, SequenceGroup, suspend
 from octavo.scheduler.scheduler import Scheduler
 
 #: Tokens that a suspect computes alone before it is acquitted; twice as many each time that nobody was found guilty.

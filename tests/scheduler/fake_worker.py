@@ -17,21 +17,26 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.config import SchedulerOptions
-from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput, SequenceOutput
-from octavo.core.plan import Fork, NewSequence, PositionLogprobs, SequenceResult, StepPlan, StepResult
-from octavo.core.progress import Hypothesis
-from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, Pool, SequenceStatus
-from octavo.engine.step_loop import StepLoop, _Failed
+from octavo.config.options import SchedulerOptions
+from octavo.core.plan import (
+    EngineCoreOutputs,
+    Fork,
+    GroupOutput,
+    NewSequence,
+    PositionLogprobs,
+    SequenceOutput,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+)
+from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, Hypothesis, Pool, SequenceStatus
+from octavo.engine.core import StepLoop, _Failed
 from octavo.executor.executor import Executor, PendingStep
 from octavo.memory.block_manager import BlockManager
-from octavo.memory.block_tables import NO_BLOCK
-from octavo.memory.content_index import ContentIndex
-from octavo.memory.prefix_chain import positions
-from octavo.scheduler.beam_search import BeamSearch, Candidates
-from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.preparation_pool import PreparationState
-from octavo.scheduler.preparations import Preparations
+from octavo.memory.block_pool import NO_BLOCK
+from octavo.memory.prefix_cache import ContentIndex, positions
+from octavo.scheduler.groups import BeamSearch, Candidates, SequenceGroup
+from octavo.scheduler.preparations import Preparations, PreparationState
 from octavo.scheduler.queues import Queues
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step import Step

@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import field_validator
 
-from octavo.server.api_errors import ApiError, handle_errors
-from octavo.server.large_bodies import LARGE, MAX_ENTRIES, MAX_PARTS, BodyRoute, beside_loop, check_size
-from octavo.server.protocol_base import Int, RequestModel
+from octavo.server.fields import Int, RequestModel
+from octavo.server.http.bodies import LARGE, MAX_ENTRIES, MAX_PARTS, BodyRoute, beside_loop, check_size
+from octavo.server.http.errors import ApiError, handle_errors
 from tests.busy_machine import PATIENCE, held_up
 from tests.server.running_server import Running
 

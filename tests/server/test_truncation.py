@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from octavo.server.api_errors import ApiError
-from octavo.server.responses import response_request as responses
-from octavo.server.responses.response_protocol import ResponsesRequest
-from octavo.server.responses.response_tools import ResponseTools
+from octavo.server.http.errors import ApiError
+from octavo.server.openai import response_request as responses
+from octavo.server.openai.response_protocol import ResponsesRequest
+from octavo.server.openai.response_request import ResponseTools
 
 
 def truncate(

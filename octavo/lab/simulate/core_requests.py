@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from octavo.core.request import EngineCoreRequest, Generate, SequenceStatus
-from octavo.core.request_options import RequestOptions
+from octavo.core.request import EngineCoreRequest, Generate, RequestOptions, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.lab.workloads.work_items import WorkItem
 from octavo.scheduler.queues import Queues

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.progress import AdmissionStats, CompletionProgress, Progress
-from octavo.engine.step_loop import StepLoop
+from octavo.core.request import AdmissionStats, CompletionProgress, Progress
+from octavo.engine.core import StepLoop
 from octavo.lab.simulate.blocks import make_simulated_blocks
 from octavo.lab.simulate.core_requests import STOP, add_with_computed_kv, core_request
 from octavo.lab.simulate.prompt_ids import TOKEN, prompt_of

@@ -9,8 +9,8 @@ from typing import Any
 from octavo.core.errors import ConfigError
 from octavo.core.plan import TableChange
 from octavo.lab.simulate.allocators.buddy import BuddyAllocator, order_of
-from octavo.memory.block_manager import AllocStatus, BlockManager
-from octavo.memory.kv_group import BlocksNeeded, Write
+from octavo.memory.block_manager import BlockManager
+from octavo.memory.kv_group import AllocStatus, BlocksNeeded, Write
 from octavo.scheduler.queues import Queues
 
 #: Token slots to reserve for the sequence with this id: its whole length or more.
