@@ -27,7 +27,7 @@ from octavo.server.http.errors import ApiError, unsupported
 from octavo.server.logging import new_request_id
 from octavo.server.metrics import Metrics
 from octavo.server.serve import check_plug_ins
-from octavo.server.state import Service, make_service
+from octavo.server.state import ServerState, make_service
 
 # The input file: a request a line, ``{"custom_id", "method", "url", "body"}``.
 
@@ -393,7 +393,7 @@ class _Request(msgspec.Struct):
 class _Runner:
     """Sends rows to the application and appends the results."""
 
-    def __init__(self, service: Service, results: ResultFile, summary: Summary) -> None:
+    def __init__(self, service: ServerState, results: ResultFile, summary: Summary) -> None:
         self._llm = service.llm
         self._results = results
         self._summary = summary

@@ -17,7 +17,7 @@ if hasattr(ctypes, "pythonapi"):  # CPython's stable interface
     _untrack.argtypes, _untrack.restype = [ctypes.py_object], None
 
 
-def untracked(container: C) -> C:
+def exclude_from_gc(container: C) -> C:
     """The container itself, which the garbage collector no longer visits; for lists, tuples and sets.
 
     The collector looks at every element of every container for cycles of references: with requests of 100,000 tokens

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NotRequire
 import msgspec
 
 from octavo.core.errors import AdapterError, ConfigError, InvalidRequestError
-from octavo.core.garbage import untracked
+from octavo.core.garbage import exclude_from_gc
 from octavo.core.model_config import ReasoningMarks, ThinkingBudget
 from octavo.core.outputs import PoolingKind, PoolingParams, PoolingTask
 from octavo.core.sampling_params import BeamSearchParams, Grammar, SamplingParams, TimestampRules, check_number
@@ -228,7 +228,7 @@ class BeamUpdate(msgspec.Struct, array_like=True):
     hypotheses: list[Hypothesis] | None = None
 
 
-class BeamProgress(msgspec.Struct, array_like=True):
+class BeamResumePoint(msgspec.Struct, array_like=True):
     """A beam search after some of its steps."""
 
     #: Generated tokens of the running beams, best first.
@@ -244,7 +244,7 @@ class BeamProgress(msgspec.Struct, array_like=True):
             self.hypotheses = update.hypotheses
 
 
-class CompletionProgress(msgspec.Struct, array_like=True, gc=False):
+class CompletionResumePoint(msgspec.Struct, array_like=True, gc=False):
     """A completion that has not ended."""
 
     index: int
@@ -252,16 +252,16 @@ class CompletionProgress(msgspec.Struct, array_like=True, gc=False):
     token_ids: list[int]
 
     def __post_init__(self) -> None:
-        untracked(self.token_ids)
+        exclude_from_gc(self.token_ids)
 
 
-class Progress(msgspec.Struct, array_like=True):
+class ResumePoint(msgspec.Struct, array_like=True):
     """A request that was begun elsewhere and goes on as after a preemption by recompute."""
 
     #: Those that have not ended; none: nothing was sampled yet.
-    completions: list[CompletionProgress] = []
+    completions: list[CompletionResumePoint] = []
     #: Of a beam search that has generated something.
-    beams: BeamProgress | None = None
+    beams: BeamResumePoint | None = None
     #: Counted on from here; None: it was never admitted.
     totals: AdmissionStats | None = None
     drafts: DraftStats | None = None
@@ -705,7 +705,7 @@ class Generate(Task):
 
     def __post_init__(self) -> None:
         for ids in (self.stop_token_ids, self.bad_words_ids, self.ignored_eos_ids):
-            untracked(ids)
+            exclude_from_gc(ids)
 
     @property
     def num_sequences(self) -> int:
@@ -856,12 +856,12 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, gc=False):
     #: What the output is likely to be: it is drafted, and changes nothing of it.
     prediction: list[int] = []
     #: Of one that another engine core has begun.
-    progress: Progress | None = None
+    progress: ResumePoint | None = None
 
     def __post_init__(self) -> None:
-        untracked(self.prompt_token_ids)
-        untracked(self.prediction)
-        untracked(self.features)
+        exclude_from_gc(self.prompt_token_ids)
+        exclude_from_gc(self.prediction)
+        exclude_from_gc(self.features)
 
     @property
     def cache_context(self) -> str:

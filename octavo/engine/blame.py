@@ -53,7 +53,7 @@ class Strike:
     replicas: list[int] = field(default_factory=list)
     #: Deaths there while nothing else was computed.
     deaths_alone: int = 0
-    #: Tokens that the request must compute by itself, see ``Progress.alone``.
+    #: Tokens that the request must compute by itself, see ``ResumePoint.alone``.
     alone: int = 0
 
 

@@ -23,13 +23,13 @@ from octavo.core.outputs import (
 from octavo.core.plan import EngineCoreOutputs, GroupOutput, PositionLogprobs, SequenceOutput, SequenceResult
 from octavo.core.request import (
     AdmissionStats,
-    BeamProgress,
-    CompletionProgress,
+    BeamResumePoint,
+    CompletionResumePoint,
     DraftStats,
     EngineCoreRequest,
     Generate,
     Pool,
-    Progress,
+    ResumePoint,
     SequenceStatus,
 )
 from octavo.core.sampling_params import (
@@ -104,7 +104,7 @@ class RequestState:
     taken: RequestOutput | None = None
     #: What its engine core has last said of its admission, and of its beams.
     admission: AdmissionStats | None = None
-    beams: BeamProgress | None = None
+    beams: BeamResumePoint | None = None
 
     @property
     def group_id(self) -> int:
@@ -145,7 +145,7 @@ class RequestState:
     def resume(self, alone: int = 0) -> EngineCoreRequest:
         """The request as another engine core takes it, to go on with what comes after the outputs so far.
 
-        ``alone``: see ``Progress``.
+        ``alone``: see ``ResumePoint``.
         """
         if self.admission is None and not alone:
             return self.group  # nothing of it was computed
@@ -153,8 +153,8 @@ class RequestState:
         if drafts is None and metrics.num_draft_tokens:
             drafts = DraftStats(self.group_id, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens)
         begun = [(i, c) for i, c in enumerate(self.completions) if c.token_ids and not c.finished]
-        completions = [CompletionProgress(i, c.token_ids.tolist()) for i, c in begun]
-        progress = Progress(completions, self.beams, self.admission, drafts, alone)
+        completions = [CompletionResumePoint(i, c.token_ids.tolist()) for i, c in begun]
+        progress = ResumePoint(completions, self.beams, self.admission, drafts, alone)
         return msgspec.structs.replace(self.group, progress=progress)
 
     def take(self) -> RequestOutput:
@@ -271,7 +271,7 @@ class OutputProcessor:
         for beams in step.beams:
             request = self._groups.get(beams.group_id)
             if request is not None:
-                request.beams = request.beams or BeamProgress([[]], [0.0])
+                request.beams = request.beams or BeamResumePoint([[]], [0.0])
                 request.beams.apply(beams)
         for update in step.each_sequence():
             request = self._groups.get(update.group_id)

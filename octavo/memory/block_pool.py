@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 
-from octavo.core.garbage import untracked
+from octavo.core.garbage import exclude_from_gc
 
 # An order of blocks in which every operation takes constant time.
 
@@ -25,8 +25,8 @@ class BlockOrder:
     def __init__(self, num_blocks: int, first: int) -> None:
         # The entry after those of the blocks stands for both ends.
         self._end = end = first + num_blocks
-        self._after = untracked([_ABSENT] * end + [end])
-        self._before = untracked([_ABSENT] * end + [end])
+        self._after = exclude_from_gc([_ABSENT] * end + [end])
+        self._before = exclude_from_gc([_ABSENT] * end + [end])
         self._length = 0
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.first = first
         # A stack: the block freed last is likely in the processor's cache, and pages never written stay unmapped.
-        self._free = untracked(list(range(first + num_blocks - 1, first - 1, -1)))
+        self._free = exclude_from_gc(list(range(first + num_blocks - 1, first - 1, -1)))
         #: Reference counts by id; the entries before ``first`` are not used. An array, as views of the pool copy it.
         self._references = array("i", bytes(array("i").itemsize * (first + num_blocks)))
         #: Whether the prefix cache keeps a block's content, by id.
@@ -283,7 +283,7 @@ class BlockTables:
             table = self.by_id.pop(seq_id)
             old = held_blocks(table)
             new = [targets[block] for block in old]
-            other.by_id[seq_id] = untracked(table[: len(table) - len(old)] + new)
+            other.by_id[seq_id] = exclude_from_gc(table[: len(table) - len(old)] + new)
             other.pool.share(new)
             self.pool.release(old)
         other.pool.release(list(targets.values()))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.config.kv_spec import GroupBlocks, max_window_seqs, window_blocks
-from octavo.core.garbage import untracked
+from octavo.core.garbage import exclude_from_gc
 from octavo.core.plan import TableChange
 from octavo.core.stats import GroupState
 from octavo.memory.block_pool import NO_BLOCK, BlockPool, BlockTables, held_blocks, num_freed
@@ -319,7 +319,7 @@ class KVGroup:
         """
         if seq_id in self.tables or seq_id in self.on_host.by_id:
             raise ValueError(f"sequence {seq_id} holds blocks already; free it first")
-        table: list[int] = untracked([])
+        table: list[int] = exclude_from_gc([])
         self.tables[seq_id] = table
         return table
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from octavo.core.garbage import untracked
+from octavo.core.garbage import exclude_from_gc
 from octavo.memory.block_pool import NO_BLOCK, BlockPool, OutOfBlocksError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class PrefixChain:
         self.block_size = block_size
         self.features = features
         name = context if isinstance(context, bytes) else context.encode("utf-8", "surrogatepass")
-        self.digests = untracked([_digest(name)])
+        self.digests = exclude_from_gc([_digest(name)])
 
     def __len__(self) -> int:
         """Blocks with a digest."""
@@ -90,7 +90,7 @@ class PrefixChain:
         chain = PrefixChain.__new__(PrefixChain)
         chain.block_size = self.block_size
         chain.features = self.features
-        chain.digests = untracked(self.digests[: num_blocks + 1])
+        chain.digests = exclude_from_gc(self.digests[: num_blocks + 1])
         return chain
 
     def content(self, token_ids: list[int], start: int, stop: int) -> Content:
@@ -111,7 +111,7 @@ class PrefixChain:
                     feature.length,
                     position - feature.offset,
                 )
-        return untracked(tuple(content))
+        return exclude_from_gc(tuple(content))
 
     def _feature_bytes(self, start: int) -> bytes:
         """An unambiguous encoding of the keys and positions of the features in the block that begins at ``start``."""
@@ -192,7 +192,7 @@ class ContentIndex:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         #: By block id, less the pool's first one.
-        self._by_block: list[KnownBlock | None] = untracked([None] * pool.num_blocks)
+        self._by_block: list[KnownBlock | None] = exclude_from_gc([None] * pool.num_blocks)
         self._by_digest = _by_digest()
         #: The newest child of each digest. A child may stay after its parent is evicted, and is found again once the
         #: parent is added.

@@ -12,7 +12,7 @@ from octavo.memory.block_manager import Release
 from octavo.memory.kv_group import AllocStatus, BlocksNeeded
 from octavo.memory.prefix_cache import NO_REFERENCES, PrefixChain, PrefixMatch
 from octavo.scheduler.groups import CrossContext, SequenceGroup
-from octavo.scheduler.queues import Queues
+from octavo.scheduler.queues import SchedulingState
 from octavo.scheduler.running import Preemption
 from octavo.scheduler.step import (
     Step,
@@ -38,7 +38,7 @@ class CachedBlocks(NamedTuple):
 class Admission:
     """Admits groups in order. One that does not fit yet is not overtaken, but short prompts pass long ones."""
 
-    def __init__(self, options: SchedulerOptions, queues: Queues) -> None:
+    def __init__(self, options: SchedulerOptions, queues: SchedulingState) -> None:
         self._options, self._queues = options, queues
         self._blocks = queues.blocks
 
@@ -326,7 +326,9 @@ class Displacement:
     is if the waiting group would have to wait all the same.
     """
 
-    def __init__(self, options: SchedulerOptions, queues: Queues, admission: Admission, preemption: Preemption) -> None:
+    def __init__(
+        self, options: SchedulerOptions, queues: SchedulingState, admission: Admission, preemption: Preemption
+    ) -> None:
         self._options, self._queues, self._admission, self._preemption = options, queues, admission, preemption
 
     def preempt_for_waiting(self, step: Step) -> SequenceGroup | None:
@@ -392,7 +394,9 @@ class Displacement:
 class _Room:
     """What a waiting group finds when running groups are gone, and those that stay have what they need in this step."""
 
-    def __init__(self, options: SchedulerOptions, queues: Queues, admission: Admission, group: SequenceGroup) -> None:
+    def __init__(
+        self, options: SchedulerOptions, queues: SchedulingState, admission: Admission, group: SequenceGroup
+    ) -> None:
         self._blocks, self._admission, self._group = queues.blocks, admission, group
         self._cached = admission.cached(group)
         self._release = Release(queues.blocks.groups)
@@ -438,7 +442,7 @@ class _Room:
         )
 
 
-def _growth(queues: Queues, group: SequenceGroup) -> BlocksNeeded:
+def _growth(queues: SchedulingState, group: SequenceGroup) -> BlocksNeeded:
     """Blocks that the next tokens of a decoding group need."""
     writes = [
         (s.seq_id, s.num_computed, s.num_computed + s.num_uncomputed)

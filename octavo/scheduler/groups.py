@@ -11,18 +11,18 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from octavo.core.garbage import untracked
+from octavo.core.garbage import exclude_from_gc
 from octavo.core.request import (
     AdmissionStats,
     Beam,
-    BeamProgress,
-    CompletionProgress,
+    BeamResumePoint,
+    CompletionResumePoint,
     DraftStats,
     EngineCoreRequest,
     Generate,
     Hypothesis,
     Preparation,
-    Progress,
+    ResumePoint,
     SequenceStatus,
     preparations_of,
 )
@@ -81,17 +81,17 @@ class BeamSearch:
         self._cumulative_logprobs = [0.0]
         self._hypotheses: list[Hypothesis] = []
 
-    def resume(self, progress: BeamProgress) -> None:
+    def resume(self, progress: BeamResumePoint) -> None:
         """Goes on after the steps that another engine core has done of this search."""
         self._num_generated = len(progress.token_ids[0])
         self._cumulative_logprobs = progress.cumulative_logprobs
         self._hypotheses = [*progress.hypotheses]
 
-    def progress(self, token_ids: list[list[int]]) -> BeamProgress | None:
+    def progress(self, token_ids: list[list[int]]) -> BeamResumePoint | None:
         """What ``resume`` goes on from, with the running beams' generated tokens; None before the first step."""
         if not self._num_generated:
             return None
-        return BeamProgress(token_ids, list(self._cumulative_logprobs), self.hypotheses())
+        return BeamResumePoint(token_ids, list(self._cumulative_logprobs), self.hypotheses())
 
     def step(
         self, candidates: SequenceABC[Candidates], tokens: SequenceABC[SequenceABC[int]], num_prompt_tokens: int = 0
@@ -272,7 +272,7 @@ class Sequence:
     prediction: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        untracked(self.token_ids)
+        exclude_from_gc(self.token_ids)
         self.stop_token_ids, self.max_length = self.group.stop_token_ids, self.group.max_length
         self.prediction = self.group.request.prediction
 
@@ -375,8 +375,8 @@ class SequenceGroup:
         )
         self.totals = AdmissionStats(self.group_id)
         self.context = request.cache_context
-        self.features = untracked([FeatureSpan(f.offset, f.length, f.key) for f in request.features])
-        self.stop_token_ids = untracked(frozenset(task.stop_token_ids))
+        self.features = exclude_from_gc([FeatureSpan(f.offset, f.length, f.key) for f in request.features])
+        self.stop_token_ids = exclude_from_gc(frozenset(task.stop_token_ids))
         self.plans_on_results = self.plans_on_results or task.plans_on_results
         self.samples = task.samples
         self.max_length = max_model_len if task.max_tokens is None else min(prompt + task.max_tokens, max_model_len)
@@ -457,7 +457,7 @@ def suspend(group: SequenceGroup) -> EngineCoreRequest | None:
     if group.totals.first_scheduled_time is None:
         return request  # nothing of it was computed
     drafts = DraftStats(group.group_id, group.num_draft_tokens, group.num_accepted_tokens)
-    progress = Progress([], None, group.totals, drafts if group.num_draft_tokens else None)
+    progress = ResumePoint([], None, group.totals, drafts if group.num_draft_tokens else None)
     generated = [seq.token_ids[prompt:] for seq in seqs]
     if group.beam is not None:
         progress.beams = group.beam.progress(generated)
@@ -465,11 +465,11 @@ def suspend(group: SequenceGroup) -> EngineCoreRequest | None:
             return None  # the search has gone on, and its sequences have not
     else:
         begun = [(seq, tokens) for seq, tokens in zip(seqs, generated, strict=True) if tokens]
-        progress.completions = [CompletionProgress(seq.index, tokens) for seq, tokens in begun]
+        progress.completions = [CompletionResumePoint(seq.index, tokens) for seq, tokens in begun]
     return msgspec.structs.replace(request, progress=progress)
 
 
-def resume(group: SequenceGroup, progress: Progress, seq_ids: Iterator[int], block_size: int) -> None:
+def resume(group: SequenceGroup, progress: ResumePoint, seq_ids: Iterator[int], block_size: int) -> None:
     """Gives a new group the sequences and totals that it had when its engine core was lost, or it was taken from it.
 
     What is not known to the front end, such as which blocks were shared, is found out from the tokens; tokens that the

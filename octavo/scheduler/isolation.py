@@ -25,7 +25,7 @@ class Isolation:
 
     Most of the time there are none, and requests go to the scheduler at once. Suspects are those that were computed
     when the scheduler raised, or that come from a front end whose engine core has died with them
-    (``Progress.alone``). A suspect is acquitted when it has ended or got a few tokens by itself; one at which the
+    (``ResumePoint.alone``). A suspect is acquitted when it has ended or got a few tokens by itself; one at which the
     scheduler raises when nothing else is in it ends with an error. Then the others go on.
     """
 

@@ -314,7 +314,7 @@ def _earliest(groups: Iterable[SequenceGroup | None]) -> SequenceGroup | None:
     return min((g for g in groups if g is not None), key=lambda g: g.arrival, default=None)
 
 
-class Queues:
+class SchedulingState:
     """Owns every unfinished group.
 
     Invariants: a group is in exactly one of waiting, running and swapped; only running ones hold device blocks, and
@@ -372,7 +372,7 @@ class Queues:
         #: Called with each group that is about to be admitted.
         self.on_attempt: Callable[[int], object] = lambda group_id: None
 
-    def follow(self, before: Queues, steps: int) -> None:
+    def follow(self, before: SchedulingState, steps: int) -> None:
         """Takes the place of queues whose groups have been taken out after so many steps, none of which is in flight.
 
         Their sequences' ids are not used again, and the workers are told to forget all of them.

@@ -11,7 +11,7 @@ from octavo.core.plan import StepResult
 from octavo.core.request import DraftStats, SequenceStatus
 from octavo.core.stats import SchedulerStats
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.queues import Queues
+from octavo.scheduler.queues import SchedulingState
 from octavo.scheduler.step import Chunks, Step, allocate_slots, prompt_chunks, restore_sharing, schedule_prefill
 from octavo.speculation.drafter import BY_WORKER
 from octavo.speculation.speculator import Speculator, Waiting
@@ -57,7 +57,7 @@ def _smooth(average: float | None, observed: float) -> float:
 class Preemption:
     """Preempts running groups whole: all blocks of a group are given up together."""
 
-    def __init__(self, options: SchedulerOptions, queues: Queues, stats: SchedulerStats) -> None:
+    def __init__(self, options: SchedulerOptions, queues: SchedulingState, stats: SchedulerStats) -> None:
         self._queues, self._stats = queues, stats
         self._blocks = queues.blocks
         self._mode = options.preemption_mode
@@ -165,7 +165,7 @@ class Running:
     def __init__(
         self,
         options: SchedulerOptions,
-        queues: Queues,
+        queues: SchedulingState,
         preemption: Preemption,
         num_stages: int = 1,
     ) -> None:
@@ -338,7 +338,9 @@ class Drafting:
     So nothing waits for blocks that drafts hold, and nobody is preempted for them.
     """
 
-    def __init__(self, queues: Queues, speculator: Speculator, stats: SchedulerStats, *, runs_ahead: bool) -> None:
+    def __init__(
+        self, queues: SchedulingState, speculator: Speculator, stats: SchedulerStats, *, runs_ahead: bool
+    ) -> None:
         """``runs_ahead``: whether steps are planned while others are in flight, where drafts bring little."""
         self._queues, self._speculator, self._stats = queues, speculator, stats
         self._waiting = Waiting() if runs_ahead and speculator.adaptive else None

@@ -14,7 +14,7 @@ from octavo.memory.kv_group import AllocStatus
 from octavo.scheduler.admission import Admission, Displacement
 from octavo.scheduler.groups import SequenceGroup, suspend
 from octavo.scheduler.preparations import Preparations
-from octavo.scheduler.queues import Queues
+from octavo.scheduler.queues import SchedulingState
 from octavo.scheduler.running import Drafting, MoveCost, Preemption, Running
 from octavo.scheduler.step import Step, advance, make_plan
 from octavo.scheduler.step_results import Results
@@ -74,7 +74,7 @@ class Scheduler:
     def _make_parts(self) -> None:
         """Makes queues without a group, and what works on them."""
         options, speculator, num_stages = self.options, self._speculator, self._num_stages
-        self.queues = Queues(
+        self.queues = SchedulingState(
             options,
             self.blocks,
             self._max_model_len,

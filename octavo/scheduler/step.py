@@ -18,7 +18,7 @@ from octavo.scheduler.groups import CrossContext, Sequence, SequenceGroup
 from octavo.speculation.drafter import BY_WORKER
 
 if TYPE_CHECKING:
-    from octavo.scheduler.queues import Queues
+    from octavo.scheduler.queues import SchedulingState
 
 
 # Decodes that go on as in the step before, kept as columns, so that a step does little for each of them.
@@ -263,7 +263,7 @@ def _with_whole_features(group: SequenceGroup, start: int, count: int, most: int
     return rest if rest <= most else 0
 
 
-def restore_sharing(queues: Queues, group: SequenceGroup) -> None:
+def restore_sharing(queues: SchedulingState, group: SequenceGroup) -> None:
     """After preemption by recompute: shares blocks between sequences of a group again, as soon as they are computed."""
     for seq in group.seqs:
         if seq.shared_prefix is None:
@@ -289,7 +289,7 @@ def blocks_still_needed(blocks: BlockManager, group: SequenceGroup) -> BlocksNee
     return blocks.demand(total, len(group.seqs), group.seq_ids, forks)
 
 
-def allocate_slots(queues: Queues, work: Chunks, step: Step) -> bool:
+def allocate_slots(queues: SchedulingState, work: Chunks, step: Step) -> bool:
     """Allocates the blocks for the tokens of these sequences; False and no change if too few are free."""
     blocks = queues.blocks
     short = [(seq, n) for seq, n in work if seq.num_computed + n > seq.slots_end]
@@ -307,7 +307,7 @@ def allocate_slots(queues: Queues, work: Chunks, step: Step) -> bool:
     return True
 
 
-def _behind_windows(queues: Queues) -> list[tuple[int, int]]:
+def _behind_windows(queues: SchedulingState) -> list[tuple[int, int]]:
     """Running sequences that may hold more than their windows, and how many of their tokens are computed.
 
     That number may still fall where drafts await their result, and where sequences are to share a beginning again they
@@ -317,7 +317,7 @@ def _behind_windows(queues: Queues) -> list[tuple[int, int]]:
     return [(seq.seq_id, seq.num_computed) for group in groups for seq in group.seqs]
 
 
-def schedule_prefill(queues: Queues, group: SequenceGroup, chunks: Chunks, step: Step) -> None:
+def schedule_prefill(queues: SchedulingState, group: SequenceGroup, chunks: Chunks, step: Step) -> None:
     """Schedules chunks whose slots are allocated; forks the group if they complete its prompt."""
     step.prefills += chunks
     step.prefill_groups.append(group)
@@ -327,7 +327,7 @@ def schedule_prefill(queues: Queues, group: SequenceGroup, chunks: Chunks, step:
         _fork_prompt(queues, parent, step)
 
 
-def _fork_prompt(queues: Queues, parent: Sequence, step: Step) -> None:
+def _fork_prompt(queues: SchedulingState, parent: Sequence, step: Step) -> None:
     """Parallel sampling: every sequence of the group samples its first token from the prompt's last logits."""
     group = parent.group
     if parent.on_workers:
@@ -344,7 +344,7 @@ def _fork_prompt(queues: Queues, parent: Sequence, step: Step) -> None:
     group.num_pending_forks = 0
 
 
-def make_plan(queues: Queues, step: Step, number: int) -> StepPlan:
+def make_plan(queues: SchedulingState, step: Step, number: int) -> StepPlan:
     """The plan of a scheduled step; takes the pending block moves and new sequences with it."""
     moves = queues.blocks.take_moves()
     plan = StepPlan(step=number, blocks_to_swap_out=moves.swap_out, blocks_to_swap_in=moves.swap_in)
@@ -380,7 +380,7 @@ def _add_tokens(step: Step, plan: StepPlan) -> None:
             plan.num_tokens += [n for _, n in chunks]
 
 
-def advance(queues: Queues, step: Step) -> None:
+def advance(queues: SchedulingState, step: Step) -> None:
     """Counts the tokens of a step as computed, as they are for every later plan."""
     size, filled = queues.blocks.block_size, step.filled
     for seq in step.decodes:
@@ -406,7 +406,7 @@ def advance(queues: Queues, step: Step) -> None:
                 step.completed.append(group)
 
 
-def _add_contexts(queues: Queues, step: Step, plan: StepPlan) -> None:
+def _add_contexts(queues: SchedulingState, step: Step, plan: StepPlan) -> None:
     """Adds what newly admitted groups attend to; one that was preempted within the step has none."""
     for group in step.with_contexts:
         cross = group.cross
@@ -418,7 +418,7 @@ def _add_contexts(queues: Queues, step: Step, plan: StepPlan) -> None:
         cross.on_workers = True
 
 
-def _add_new_sequences(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
+def _add_new_sequences(queues: SchedulingState, scheduled: set[int], plan: StepPlan) -> None:
     """Adds the scheduled sequences that the workers do not hold, whole or as forks."""
     later = []
     for seq in queues.new_seqs:
@@ -438,7 +438,7 @@ def _add_new_sequences(queues: Queues, scheduled: set[int], plan: StepPlan) -> N
     queues.new_seqs = later
 
 
-def _add_new_tokens(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
+def _add_new_tokens(queues: SchedulingState, scheduled: set[int], plan: StepPlan) -> None:
     """Adds last tokens that the workers did not append; sequences that are new in this plan have theirs."""
     new = {n.seq_id for n in plan.new}
     unsent = queues.unsent_tokens

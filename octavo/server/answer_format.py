@@ -40,7 +40,7 @@ from octavo.server.tool_parsers.tool_parser import CallGrammar
 
 if TYPE_CHECKING:
     from octavo.server.openai.protocol import FormFields, ResponseFormat, Tool, ToolChoice
-    from octavo.server.state import Service
+    from octavo.server.state import ServerState
 
 
 #: Fields that mean the same as one of ``structured_outputs``.
@@ -461,7 +461,7 @@ def _schema(answer: StructuredOutputsParams) -> dict[str, Any]:
     return schema if answer.disable_additional_properties is False else closed(schema)
 
 
-async def blame_tool(service: Service, request: Request, tools: RequestTools) -> None:
+async def blame_tool(service: ServerState, request: Request, tools: RequestTools) -> None:
     """Finds the tool because of which the form that has the schemas of all cannot be compiled.
 
     Raises:

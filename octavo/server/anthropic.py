@@ -16,14 +16,14 @@ from octavo.core.sampling_params import DefaultMaxTokens
 from octavo.engine.chat_messages import template_variables
 from octavo.engine.chat_template import choose_template
 from octavo.server.answer_format import read_tools
-from octavo.server.chat import Chat, ChoiceEvents, make_chat_prompt, start_chat
+from octavo.server.chat import Chat, ChoiceEvents, make_chat_prompt, prepare_chat
 from octavo.server.fields import REFUSED, SEEN, EngineFields, Name, Phrase, RequestModel, ResponseModel, hint, refused
-from octavo.server.http.bodies import beside_loop, read_model
+from octavo.server.http.bodies import read_model, run_in_thread_if_large
 from octavo.server.http.errors import ApiError, anthropic_error, renamed_errors, wrong
 from octavo.server.http.streaming import Event, PendingChat
 from octavo.server.openai.protocol import ChatCompletionRequest, SamplingFields
 from octavo.server.prompt_inputs import THINKING_VARIABLES, chat_tokens
-from octavo.server.state import Service, service_of
+from octavo.server.state import ServerState, state_of
 from octavo.server.tool_parsers.tool_parser import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
 
 # Parts of bodies of ``/v1/messages``: messages and their blocks, tools, and options.
@@ -456,7 +456,7 @@ RENAMED = {
 }
 
 
-def chat_body(service: Service, body: CountTokensRequest) -> dict[str, Any]:
+def chat_body(service: ServerState, body: CountTokensRequest) -> dict[str, Any]:
     """Fields of the chat that a request asks for.
 
     Raises:
@@ -597,7 +597,7 @@ def _texts(value: str | Sequence[TextBlockParam]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def _tools(service: Service, body: CountTokensRequest) -> dict[str, Any]:
+def _tools(service: ServerState, body: CountTokensRequest) -> dict[str, Any]:
     """Tools and the choice among them, in the notation of chats."""
     tools = []
     for i, tool in enumerate(body.tools or []):
@@ -634,7 +634,7 @@ def _output_config(body: CountTokensRequest) -> dict[str, Any]:
     return fields
 
 
-def _thinking(service: Service, body: CountTokensRequest) -> dict[str, Any]:
+def _thinking(service: ServerState, body: CountTokensRequest) -> dict[str, Any]:
     """The variable that tells the chat template whether the model shall think; a hint where there is none."""
     if body.thinking is None or body.thinking.type == "adaptive":
         return {}
@@ -739,26 +739,26 @@ def _parsed(text: str) -> dict[str, Any]:
 
 async def create_message(request: Request, body: MessagesRequest) -> Response:
     """Answers a conversation, as one message or as a stream of events."""
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
     with renamed_errors(RENAMED):
-        chat = await beside_loop(request, _chat, service, body)
-        pending = _PendingMessage(await start_chat(service, request, chat, prefix="msg"), body.max_tokens)
+        chat = await run_in_thread_if_large(request, _chat, service, body)
+        pending = _PendingMessage(await prepare_chat(service, request, chat, prefix="msg"), body.max_tokens)
     return await pending.respond(request, body.stream, deadline)
 
 
 async def count_tokens(request: Request, body: CountTokensRequest) -> TokenCount:
     """Tokens of a conversation, as the model's template writes it."""
-    service = service_of(request)
+    service = state_of(request)
     await service.model(body.model)
     with renamed_errors(RENAMED):
-        chat = await beside_loop(request, _chat, service, body)
+        chat = await run_in_thread_if_large(request, _chat, service, body)
         prompt = await make_chat_prompt(service, request, chat, read_tools(chat.tools, chat.tool_choice))
         tokens = await chat_tokens(service, request, chat, prompt.text)
     return TokenCount(input_tokens=len(tokens["prompt_token_ids"]))
 
 
-def _chat(service: Service, body: CountTokensRequest) -> ChatCompletionRequest:
+def _chat(service: ServerState, body: CountTokensRequest) -> ChatCompletionRequest:
     """The chat that a request asks for; to be called within ``renamed_errors``."""
     chat = read_model(ChatCompletionRequest, chat_body(service, body), service)
     if isinstance(body, MessagesRequest):

@@ -50,7 +50,7 @@ from octavo.server.openai.completions import create_chat_completion
 from octavo.server.openai.protocol import ChatCompletion, ChatCompletionRequest, Completion, CompletionRequest
 from octavo.server.openai.response_protocol import DeletedResponse, InputTokens, ItemList, ResponseObject
 from octavo.server.page import UiMiddleware, engine_events
-from octavo.server.state import Service
+from octavo.server.state import ServerState
 from octavo.server.status_routes import (
     AdapterStatus,
     Detokenized,
@@ -228,7 +228,7 @@ _AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _BUSY = {429: "The queue is full, or the client has taken its share; Retry-After gives the seconds to wait."}
 
 
-def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
+def make_app(service: ServerState, api_keys: Sequence[str] = ()) -> FastAPI:
     """The application for one engine; without keys no request needs authorization."""
     app = make_routes(service.options, service.metrics, api_keys)
     app.state.service = service

@@ -27,7 +27,7 @@ from octavo.server.http.errors import ApiError
 from octavo.server.http.middleware import client_of
 from octavo.server.http.streaming import EventStream, with_cancellation
 from octavo.server.logging import log_fields
-from octavo.server.state import Service, service_of
+from octavo.server.state import ServerState, state_of
 from octavo.speech.audio_files import AudioLimits
 from octavo.speech.audio_reader import AudioReader, SandboxRecording
 from octavo.speech.segments import Segment, Transcription
@@ -267,7 +267,7 @@ def _invalid(why: str) -> ApiError:
     return ApiError(400, f"the form cannot be read: {why}", code="invalid_form")
 
 
-async def read_form(request: Request, kind: type[R], service: Service) -> tuple[R, Upload]:
+async def read_form(request: Request, kind: type[R], service: ServerState) -> tuple[R, Upload]:
     """The fields and the recording of a form.
 
     Raises:
@@ -339,7 +339,7 @@ def wants_words(body: AudioRequest) -> bool:
 class AudioRun:
     """The recording of a request, decoded in the sandbox; its windows are requests of the engine."""
 
-    def __init__(self, request: Request, service: Service, body: AudioRequest, task: Task) -> None:
+    def __init__(self, request: Request, service: ServerState, body: AudioRequest, task: Task) -> None:
         """Raises:
         InvalidRequestError: a parameter is wrong, or the model cannot do what it asks.
         """
@@ -462,7 +462,7 @@ async def create_translation(request: Request) -> Response:
 
 
 async def _respond(request: Request, kind: type[AudioRequest], task: Task) -> Response:
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
     service.require("transcribe")
     body, upload = await read_form(request, kind, service)

@@ -34,7 +34,7 @@ from octavo.engine.chat_messages import HERMES, CallFormat
 from octavo.engine.tokenizer import TextStream
 from octavo.server.answer_format import answer_form, blame_tool, read_form, read_tools, special_tokens, visible_tokens
 from octavo.server.generation import make_generation
-from octavo.server.http.bodies import beside_loop
+from octavo.server.http.bodies import run_in_thread_if_large
 from octavo.server.http.errors import ApiError, unsupported
 from octavo.server.prompt_inputs import THINKING_VARIABLES, chat_tokens, choose, read_prediction, render_chat
 from octavo.server.reasoning_parsers import ReasoningParser, Thinking
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from octavo.server.generation import Generation
     from octavo.server.openai.protocol import ChatCompletionRequest
     from octavo.server.prompt_inputs import RequestTemplate
-    from octavo.server.state import Service
+    from octavo.server.state import ServerState
 
 
 # Reads a choice of a chat as it grows: its text to events.
@@ -146,7 +146,7 @@ class ChatPrompt:
 
 
 async def make_chat_prompt(
-    service: Service, request: Request, body: ChatCompletionRequest, tools: RequestTools
+    service: ServerState, request: Request, body: ChatCompletionRequest, tools: RequestTools
 ) -> ChatPrompt:
     """Renders the conversation of a request and chooses the parsers of its answer.
 
@@ -182,14 +182,14 @@ async def make_chat_prompt(
 
 
 async def _rendered(
-    service: Service, body: ChatCompletionRequest, tools: RequestTools, template: RequestTemplate, **variables: Any
+    service: ServerState, body: ChatCompletionRequest, tools: RequestTools, template: RequestTemplate, **variables: Any
 ) -> str:
     variables["image_placeholder"] = service.images.placeholder
     return await render_chat(service, template, body.messages, body, tools.shown, **variables)
 
 
 def _calls(
-    service: Service, body: ChatCompletionRequest, tools: RequestTools, template: RequestTemplate
+    service: ServerState, body: ChatCompletionRequest, tools: RequestTools, template: RequestTemplate
 ) -> tuple[type[ToolParser] | None, CallFormat | None]:
     if tools.choice == "none":
         return None, None
@@ -212,7 +212,7 @@ def _has_form(body: ChatCompletionRequest, tools: RequestTools) -> bool:
 
 
 async def _before_form(
-    service: Service,
+    service: ServerState,
     body: ChatCompletionRequest,
     tools: RequestTools,
     reasoning: type[ReasoningParser],
@@ -239,7 +239,7 @@ async def _before_form(
 
 
 async def _thinks(
-    service: Service,
+    service: ServerState,
     body: ChatCompletionRequest,
     tools: RequestTools,
     reasoning: type[ReasoningParser],
@@ -370,7 +370,7 @@ class Chat:
         return "tool_calls" if calls else "stop"
 
 
-async def start_chat(service: Service, request: Request, body: ChatCompletionRequest, *, prefix: str) -> Chat:
+async def prepare_chat(service: ServerState, request: Request, body: ChatCompletionRequest, *, prefix: str) -> Chat:
     """Checks a chat request and prepares its generation.
 
     Raises:
@@ -378,7 +378,7 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
     """
     model = await service.model(body.model)
     top = _top_logprobs(body)
-    tools = await beside_loop(
+    tools = await run_in_thread_if_large(
         request, read_tools, body.tools, body.tool_choice, body.parallel_tool_calls, service.leave_out_tool
     )
     prompt = await make_chat_prompt(service, request, body, tools)
@@ -406,7 +406,7 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
 
 
 def _constrain(
-    service: Service, params: SamplingParams | BeamSearchParams, prompt: ChatPrompt, tools: RequestTools
+    service: ServerState, params: SamplingParams | BeamSearchParams, prompt: ChatPrompt, tools: RequestTools
 ) -> bool:
     """Gives the parameters the form of the answer; whether it is made of the schemas of tools."""
     if isinstance(params, BeamSearchParams):

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from octavo.core.outputs import Pooled
 from octavo.engine.chat_messages import template_variables
 from octavo.engine.chat_template import choose_template
-from octavo.server.chat import Chat, ChoiceEvents, start_chat
+from octavo.server.chat import Chat, ChoiceEvents, prepare_chat
 from octavo.server.fields import Int, Name, Phrase, RequestModel, ResponseModel, Seed, hint, refused
-from octavo.server.http.bodies import beside_loop, read_model
+from octavo.server.http.bodies import read_model, run_in_thread_if_large
 from octavo.server.http.errors import ApiError, invalid, renamed_errors, wrong
 from octavo.server.http.streaming import DONE, Event, PendingChat, encode_event
 from octavo.server.openai.protocol import ChatCompletionRequest, Tool
@@ -32,7 +32,7 @@ from octavo.server.pooling import (
     results,
 )
 from octavo.server.prompt_inputs import THINKING_VARIABLES
-from octavo.server.state import Service, service_of
+from octavo.server.state import ServerState, state_of
 from octavo.server.tool_parsers.tool_parser import ContentDelta, ReasoningDelta, ToolCallStart
 
 # Bodies and responses of ``/v2/chat`` and ``/v2/embed``.
@@ -251,19 +251,19 @@ _OTHER_NAMES = {"stop_sequences": "stop", "k": "top_k", "p": "top_p"}
 
 async def chat(request: Request, body: CohereChatRequest) -> Response:
     """Answers a conversation, as one message or as a stream of events."""
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
     with renamed_errors(RENAMED):
-        inner = await beside_loop(request, _read, service, body)
-        pending = _PendingCohereChat(await start_chat(service, request, inner, prefix="chat"))
+        inner = await run_in_thread_if_large(request, _read, service, body)
+        pending = _PendingCohereChat(await prepare_chat(service, request, inner, prefix="chat"))
     return await pending.respond(request, body.stream, deadline)
 
 
-def _read(service: Service, body: CohereChatRequest) -> ChatCompletionRequest:
+def _read(service: ServerState, body: CohereChatRequest) -> ChatCompletionRequest:
     return read_model(ChatCompletionRequest, chat_body(service, body), service)
 
 
-def chat_body(service: Service, body: CohereChatRequest) -> dict[str, Any]:
+def chat_body(service: ServerState, body: CohereChatRequest) -> dict[str, Any]:
     """Fields of the chat that a request asks for.
 
     Raises:
@@ -446,7 +446,7 @@ _OTHER_TYPES = ("classification", "clustering")
 
 async def embed(request: Request, body: CohereEmbedRequest) -> Response:
     """The vectors of texts, in as many types as are asked for."""
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
     model = await service.model(body.model)
     field, texts = _texts(body)
@@ -494,7 +494,7 @@ def _texts(body: CohereEmbedRequest) -> tuple[str, list[str]]:
     return "inputs", texts
 
 
-def _input_type(service: Service, body: CohereEmbedRequest) -> str | None:
+def _input_type(service: ServerState, body: CohereEmbedRequest) -> str | None:
     """What ``prompt_name`` knows; a kind that few models have a prompt for may have none."""
     kind = body.input_type
     return None if kind in _OTHER_TYPES and kind not in service.llm.model_config.pooler.prompts else kind

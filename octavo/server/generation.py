@@ -42,7 +42,7 @@ from octavo.server.state import engine_request_id
 
 if TYPE_CHECKING:
     from octavo.server.openai.protocol import GenerationRequest
-    from octavo.server.state import ServedModel, Service
+    from octavo.server.state import ServedModel, ServerState
 
 
 # Logprobs of prompts and completions in the formats of the OpenAI API, in step with the text that is returned.
@@ -368,7 +368,7 @@ T = TypeVar("T", LogprobsTracker, TextLogprobs)
 class Generation:
     """The prompts of one HTTP request in the engine, and the tokens used so far."""
 
-    service: Service
+    service: ServerState
     request: Request
     body: GenerationRequest
     #: The model or adapter, with its name in the response.
@@ -549,7 +549,7 @@ class Generation:
 
 
 def make_generation(
-    service: Service,
+    service: ServerState,
     request: Request,
     body: GenerationRequest,
     model: ServedModel,
@@ -608,7 +608,7 @@ def make_generation(
 
 
 def _check_size(
-    service: Service, body: GenerationRequest, prompts: int, logprobs: int | None, prompt_logprobs: int | None
+    service: ServerState, body: GenerationRequest, prompts: int, logprobs: int | None, prompt_logprobs: int | None
 ) -> None:
     """Bounds the memory that one request can take in this process."""
     sequences = prompts * max(body.n or 1, body.best_of or 1)
@@ -627,7 +627,7 @@ def _check_size(
 
 
 def _fitted(
-    service: Service, body: GenerationRequest, prompts: list[TokensPrompt], max_tokens: int | None
+    service: ServerState, body: GenerationRequest, prompts: list[TokensPrompt], max_tokens: int | None
 ) -> list[TokensPrompt]:
     """The prompts, cut where the body allows it.
 

@@ -21,7 +21,7 @@ from octavo.server.http.errors import renamed_errors, unsupported
 from octavo.server.http.streaming import PendingResponse, event
 from octavo.server.openai.protocol import ChatMessage, CompletionRequest, SamplingFields, TemplateOptions
 from octavo.server.prompt_inputs import encode, read_prompts, write_conversation
-from octavo.server.state import Service, service_of
+from octavo.server.state import ServerState, state_of
 
 # Bodies of llama.cpp's native routes.
 
@@ -146,7 +146,7 @@ _RENAMED = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "
 
 async def complete(request: Request, body: LlamaCompletionRequest) -> Response:
     """Completes a prompt, or a list of them."""
-    service, prompt = service_of(request), body.prompt
+    service, prompt = state_of(request), body.prompt
     several = isinstance(prompt, list) and all(isinstance(one, str | list) for one in prompt)
     mixed = isinstance(prompt, list) and not several and any(isinstance(part, str) for part in prompt)
     with renamed_errors(_RENAMED):
@@ -160,13 +160,13 @@ async def infill(request: Request, body: InfillRequest) -> Response:
     Raises:
         ApiError: 400, the model does not fill gaps.
     """
-    if service_of(request).llm.tokenizer.fill_in_middle is None:
+    if state_of(request).llm.tokenizer.fill_in_middle is None:
         raise unsupported("input_suffix", str(no_fill_in_middle()))
     with renamed_errors({**_RENAMED, "prompt": "input_prefix", "suffix": "input_suffix"}):
         return await _respond(request, body, {"prompt": body.input_prefix, "suffix": body.input_suffix}, several=False)
 
 
-async def _joined(service: Service, parts: list[Any]) -> list[int]:
+async def _joined(service: ServerState, parts: list[Any]) -> list[int]:
     """Token ids of a prompt of texts and token ids in turn."""
     texts = [part for part in parts if isinstance(part, str)]
     encoded = iter(await encode(service, texts, add_special_tokens=False))
@@ -177,7 +177,7 @@ async def _joined(service: Service, parts: list[Any]) -> list[int]:
 
 
 async def _respond(request: Request, body: LlamaFields, prompt: dict[str, Any], *, several: bool) -> Response:
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
     model = await service.model(body.model)
     completion = read_model(CompletionRequest, {**_fields(body), **prompt}, service)
@@ -346,14 +346,14 @@ def add_llama_routes(add: Callable[..., None]) -> None:
 
 async def apply_template(request: Request, body: ApplyTemplateRequest) -> AppliedTemplate:
     """A conversation as the model's template writes it."""
-    service = service_of(request)
+    service = state_of(request)
     await service.model(None)
     return AppliedTemplate(prompt=await write_conversation(service, request, body.messages, body))
 
 
 async def props(request: Request) -> Props:
     """The model, its template and its context."""
-    service = service_of(request)
+    service = state_of(request)
     tokenizer, name = service.llm.tokenizer, service.model_names[0]
     return Props(
         default_generation_settings={"n_ctx": service.llm.max_model_len, "params": default_params(service)},
@@ -368,7 +368,7 @@ async def props(request: Request) -> Props:
     )
 
 
-def default_params(service: Service) -> dict[str, Any]:
+def default_params(service: ServerState) -> dict[str, Any]:
     """What a request without parameters is sampled with, under the names of both APIs where they differ."""
     values = service.llm.inputs.sampling_in_effect
     return {
@@ -380,7 +380,7 @@ def default_params(service: Service) -> dict[str, Any]:
 
 async def slots(request: Request) -> list[Slot]:
     """The sequences that can run at once; those that do come first, as none has a place of its own."""
-    service = service_of(request)
+    service = state_of(request)
     running = (await service.llm.stats()).num_running
     length = service.llm.max_model_len
     count = service.llm.config.max_num_seqs

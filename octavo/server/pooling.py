@@ -29,7 +29,7 @@ from octavo.server.logging import log_fields, log_prompt
 from octavo.server.metrics import COMPLETE, Metrics
 from octavo.server.openai.protocol import ChatMessage, TemplateOptions
 from octavo.server.prompt_inputs import write_conversation
-from octavo.server.state import ServedModel, Service, engine_request_id, service_of
+from octavo.server.state import ServedModel, ServerState, engine_request_id, state_of
 
 # Bodies of requests for vectors and scores.
 
@@ -263,7 +263,7 @@ class Pairs:
 
 
 async def read_texts(
-    service: Service,
+    service: ServerState,
     request: Request,
     body: PooledTexts,
     prompt_name: str | None = None,
@@ -303,7 +303,7 @@ async def read_texts(
 
 
 async def read_pairs(
-    service: Service,
+    service: ServerState,
     pairs: Sequence[tuple[str, str]],
     places: Sequence[str],
     truncate: int | None,
@@ -326,7 +326,7 @@ async def read_pairs(
     return found
 
 
-def check_number(service: Service, field: str, count: int) -> None:
+def check_number(service: ServerState, field: str, count: int) -> None:
     """Refuses a request without inputs, or with too many.
 
     Raises:
@@ -347,7 +347,7 @@ def _fields(prompt: Prompt) -> dict[str, Any]:
 
 
 def _find_pairs(
-    service: Service,
+    service: ServerState,
     pairs: Sequence[tuple[str, str]],
     places: Sequence[str],
     truncate: int | None,
@@ -371,14 +371,14 @@ def _find_pairs(
     return found
 
 
-def _cut(service: Service, text: str, max_tokens: int) -> str:
+def _cut(service: ServerState, text: str, max_tokens: int) -> str:
     """The text up to the end of its token of this number."""
     offsets = service.llm.tokenizer.backend.encode(text, add_special_tokens=False).offsets
     return text if len(offsets) <= max_tokens else text[: offsets[max_tokens - 1][1]]
 
 
 async def _tokenized(
-    service: Service, inputs: list[PooledInput], truncate: int | None, special: bool
+    service: ServerState, inputs: list[PooledInput], truncate: int | None, special: bool
 ) -> list[PooledInput]:
     """The inputs with token ids, cut where that is asked for.
 
@@ -404,7 +404,7 @@ async def _tokenized(
     return inputs
 
 
-def _tokenize(service: Service, inputs: list[PooledInput], most: int | None, special: bool) -> None:
+def _tokenize(service: ServerState, inputs: list[PooledInput], most: int | None, special: bool) -> None:
     tokenizer = service.llm.tokenizer
     texts = [each.prompt["prompt"] for each in inputs]
     batch = tokenizer.encode_batch(texts, special)  # unlike ``encode``, it lets other threads run
@@ -419,13 +419,13 @@ async def _beside_loop(size: int, call: Any, *args: Any) -> Any:
     return call(*args) if size < _SHORT else await asyncio.to_thread(call, *args)
 
 
-def _check_chars(service: Service, place: str, size: int) -> None:
+def _check_chars(service: ServerState, place: str, size: int) -> None:
     if size > service.max_prompt_chars:
         message = f"it has {size} characters; at most {service.max_prompt_chars} can be served, {_HOW_TO_CUT}"
         raise wrong(place, message, "context_length_exceeded")
 
 
-def _check_tokens(service: Service, each: PooledInput, limit: int) -> None:
+def _check_tokens(service: ServerState, each: PooledInput, limit: int) -> None:
     ids = each.token_ids
     if not ids:
         raise wrong(each.place, "there is no token in it")
@@ -519,12 +519,12 @@ class PooledRun:
     inputs: list[PooledInput]
     #: Of its id in the response; the engine's requests have ``engine_request_id``.
     prefix: str
-    service: Service = field(init=False)
+    service: ServerState = field(init=False)
     response_id: str = field(init=False)
     options: RequestOptions = field(init=False)
 
     def __post_init__(self) -> None:
-        self.service, body = service_of(self.request), self.body
+        self.service, body = state_of(self.request), self.body
         self.response_id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.options = RequestOptions(
             priority=body.priority or 0,
@@ -727,7 +727,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     """How well documents fit a query, the best first: in one answer the forms of Jina's and of Cohere's API."""
     tei = body if isinstance(body, TeiRerankRequest) and body.texts is not None else None
     field = "documents" if tei is None else "texts"
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
     model = await service.model(body.model)
     query = body.query if isinstance(body.query, str) else body.query.text
@@ -762,7 +762,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 
 async def score(request: Request, body: ScoreRequest) -> Response:
     """How well texts fit: one with each of several, or pairs."""
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
     model = await service.model(body.model)
     first_name, first = _one_of(body, "text_1", "queries", "data_1")
@@ -786,11 +786,11 @@ async def score(request: Request, body: ScoreRequest) -> Response:
     return await run.respond(answer, deadline)
 
 
-def _params(service: Service, body: PooledFields) -> PoolingParams:
+def _params(service: ServerState, body: PooledFields) -> PoolingParams:
     return service.llm.front_end.pooling.score_params(pooling_params(body, "score"))
 
 
-def _scores(service: Service, pairs: Pairs, outputs: list[Pooled]) -> list[float]:
+def _scores(service: ServerState, pairs: Pairs, outputs: list[Pooled]) -> list[float]:
     score = service.llm.front_end.pooling.score
     return [score([outputs[number] for number in numbers]) for numbers in pairs.of_pair]
 
@@ -828,7 +828,7 @@ _PROMPT_NAMES = {
 
 async def create_embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """The vectors of texts or token ids, one or many."""
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
     model = await service.model(body.model)
     inputs = await read_texts(service, request, body, prompt_name(service, body), named=True)
@@ -839,7 +839,7 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
 
 async def embed_texts(request: Request, body: TeiEmbedRequest) -> Response:
     """The vectors alone, as Text Embeddings Inference sends them."""
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
     model = await service.model(body.model)
     body.use_activation = body.normalize is not False
@@ -853,7 +853,7 @@ async def embed_texts(request: Request, body: TeiEmbedRequest) -> Response:
 
 async def pool(request: Request, body: PoolingRequest) -> Response:
     """What the model makes of texts or token ids: by default of each token."""
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
     model = await service.model(body.model)
     task = body.task or _by_token(service)
@@ -865,7 +865,7 @@ async def pool(request: Request, body: PoolingRequest) -> Response:
 
 async def classify(request: Request, body: ClassificationRequest) -> Response:
     """The class scores of texts or token ids."""
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
     model = await service.model(body.model)
     inputs = await read_texts(service, request, body)
@@ -900,11 +900,11 @@ def _list_of(run: PooledRun, kind: str, field: str, how: VectorFields) -> Answer
     return answer
 
 
-def _by_token(service: Service) -> PoolingTask:
+def _by_token(service: ServerState) -> PoolingTask:
     return next((task for task in _BY_TOKEN_FIRST if task in service.tasks), "embed")
 
 
-def prompt_name(service: Service, body: EmbeddingRequest) -> str | None:
+def prompt_name(service: ServerState, body: EmbeddingRequest) -> str | None:
     """The name of the model's prompt that a request asks for.
 
     Raises:
@@ -1062,7 +1062,7 @@ class LlamaVector(ResponseModel):
 
 async def embed(request: Request, body: LlamaEmbeddingRequest) -> Response:
     """The vectors of texts or token ids, one or many."""
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
     model = await service.model(body.model)
     if body.embd_normalize not in (None, 2, -1):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         Prediction,
         TemplateOptions,
     )
-    from octavo.server.state import Service
+    from octavo.server.state import ServerState
 
 
 # What a chat template has to read: further fields of messages and variables are not lost unsaid.
@@ -60,7 +60,7 @@ def further_fields(messages: Sequence[ChatMessage]) -> list[tuple[int, str]]:
     ]
 
 
-def refuse_unread(service: Service, index: int, name: str) -> None:
+def refuse_unread(service: ServerState, index: int, name: str) -> None:
     """Refuses a field of a message that the template does not read; with ``unknown_fields: ignore`` it is logged.
 
     Raises:
@@ -75,7 +75,7 @@ def refuse_unread(service: Service, index: int, name: str) -> None:
     raise invalid("messages", message, "unknown_parameter")
 
 
-def check_variables(service: Service, known: Set[str], variables: Mapping[str, Any]) -> None:
+def check_variables(service: ServerState, known: Set[str], variables: Mapping[str, Any]) -> None:
     """Refuses variables that are no hints and not among the ``known`` ones, which a template reads.
 
     With ``unknown_fields: ignore`` they are logged instead.
@@ -118,7 +118,7 @@ class RequestTemplate:
     """The chat template that a request uses."""
 
     request: Request
-    service: Service
+    service: ServerState
     text: str
     #: Names that it reads.
     variables: frozenset[str]
@@ -152,7 +152,7 @@ class RequestTemplate:
         return await asyncio.to_thread(render_and_read, self.text, messages, fields, options)
 
 
-async def choose(service: Service, request: Request, body: TemplateOptions, *, has_tools: bool) -> RequestTemplate:
+async def choose(service: ServerState, request: Request, body: TemplateOptions, *, has_tools: bool) -> RequestTemplate:
     """The template that a request uses; ``has_tools``: whether the model sees any.
 
     Raises:
@@ -174,7 +174,7 @@ async def choose(service: Service, request: Request, body: TemplateOptions, *, h
     return RequestTemplate(request, service, text, variables, is_own=False)
 
 
-async def queued(service: Service, request: Request, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+async def queued(service: ServerState, request: Request, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """The result of work that waits its turn: it counts in the queue, and ends when its client leaves."""
     name = object()
     service.queue.enter({name: 0})
@@ -190,7 +190,7 @@ async def queued(service: Service, request: Request, work: Callable[[], Coroutin
 _SHORT = 2000
 
 
-async def read_prompts(service: Service, body: CompletionRequest) -> list[TokensPrompt]:
+async def read_prompts(service: ServerState, body: CompletionRequest) -> list[TokensPrompt]:
     """The prompts of a completion request; one that fills a gap ends with the model's tokens for this, too.
 
     Raises:
@@ -220,7 +220,7 @@ async def read_prompts(service: Service, body: CompletionRequest) -> list[Tokens
 
 
 async def _encoder_prompts(
-    service: Service, reader: EncoderPrompts, body: CompletionRequest, given: Sequence[Any]
+    service: ServerState, reader: EncoderPrompts, body: CompletionRequest, given: Sequence[Any]
 ) -> list[TokensPrompt]:
     """Prompts of an encoder-decoder model.
 
@@ -244,7 +244,7 @@ async def _encoder_prompts(
     return split
 
 
-async def _around_a_gap(service: Service, body: CompletionRequest, texts: list[str]) -> list[TokensPrompt]:
+async def _around_a_gap(service: ServerState, body: CompletionRequest, texts: list[str]) -> list[TokensPrompt]:
     """Prompts whose completions stand between each text and the suffix.
 
     Raises:
@@ -270,7 +270,7 @@ async def _around_a_gap(service: Service, body: CompletionRequest, texts: list[s
     return make() if sum(map(len, texts)) + len(texts) * len(suffix) < _SHORT else await asyncio.to_thread(make)
 
 
-async def read_prediction(service: Service, prediction: Prediction | None) -> list[int] | None:
+async def read_prediction(service: ServerState, prediction: Prediction | None) -> list[int] | None:
     """Token ids of what an answer is likely to be.
 
     Raises:
@@ -285,7 +285,7 @@ async def read_prediction(service: Service, prediction: Prediction | None) -> li
 
 
 async def encode(
-    service: Service,
+    service: ServerState,
     texts: list[str],
     add_special_tokens: bool,
     param: str = "prompt",
@@ -304,7 +304,7 @@ async def encode(
     return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens)
 
 
-def _check_length(service: Service, length: int, param: str = "prompt") -> None:
+def _check_length(service: ServerState, length: int, param: str = "prompt") -> None:
     if length > service.max_prompt_chars:
         has = "have" if param == "messages" else "has"
         message = f"the {param} {has} {length} characters; at most {service.max_prompt_chars} can be served"
@@ -320,7 +320,7 @@ def truncated(prompt: TokensPrompt, limit: int, side: str) -> TokensPrompt:
 
 
 async def write_conversation(
-    service: Service, request: Request, messages: Sequence[ChatMessage], body: TemplateOptions
+    service: ServerState, request: Request, messages: Sequence[ChatMessage], body: TemplateOptions
 ) -> str:
     """The text of a conversation, with the tools and the template that the body names.
 
@@ -333,7 +333,7 @@ async def write_conversation(
 
 
 async def render_chat(
-    service: Service,
+    service: ServerState,
     template: RequestTemplate,
     messages: Sequence[ChatMessage],
     body: TemplateOptions,
@@ -364,7 +364,7 @@ async def render_chat(
 
 
 def _template_options(
-    service: Service, template: RequestTemplate, body: TemplateOptions, tools: list[dict[str, Any]] | None
+    service: ServerState, template: RequestTemplate, body: TemplateOptions, tools: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
     """Keywords of ``octavo.engine.chat_template.render_chat``."""
     continues = body.continue_final_message is True
@@ -445,7 +445,7 @@ def _detailed(details: object) -> str:
 # The tokens of a rendered conversation, with those of its images.
 
 
-async def chat_tokens(service: Service, request: Request, body: ChatCompletionRequest, text: str) -> TokensPrompt:
+async def chat_tokens(service: ServerState, request: Request, body: ChatCompletionRequest, text: str) -> TokensPrompt:
     """The prompt of a conversation whose template has written ``text``.
 
     Raises:

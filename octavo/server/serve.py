@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from octavo.engine.core_start import CoreProcess
     from octavo.server.logging import LineWriter, Tracer
     from octavo.server.metrics import Metrics
-    from octavo.server.state import Service
+    from octavo.server.state import ServerState
 
 
 logger = logging.getLogger("octavo.server")
@@ -233,7 +233,7 @@ def _import_fastapi() -> None:
 
 async def _make_service(
     llm: AsyncLLM, options: ServerOptions, metrics: Metrics, names: list[str], tracer: Tracer | None
-) -> Service:
+) -> ServerState:
     """The service of an engine that is ready, with what the options load at the start."""
     from octavo.engine.front_end import StatusLine
     from octavo.server.state import make_service
@@ -311,7 +311,7 @@ def _url(sock: socket.socket, options: ServerOptions) -> str:
 class _ServerLifecycle:
     """Serves until a signal (graceful shutdown, at once on a second Ctrl-C) or the death of the engine."""
 
-    def __init__(self, service: Service, server: uvicorn.Server) -> None:
+    def __init__(self, service: ServerState, server: uvicorn.Server) -> None:
         self._service = service
         self._server = server
         self._stop = asyncio.Event()

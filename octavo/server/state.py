@@ -262,7 +262,7 @@ class ServedModel:
 
 
 @dataclass(slots=True)
-class Service:
+class ServerState:
     """One engine behind one HTTP server."""
 
     llm: AsyncLLM
@@ -438,7 +438,7 @@ class Service:
 
 def make_service(
     llm: AsyncLLM, options: ServerOptions, metrics: Metrics, model_names: list[str], tracer: Tracer | None = None
-) -> Service:
+) -> ServerState:
     """The service of an engine that is ready; ``load_modules`` comes next.
 
     Raises:
@@ -455,7 +455,7 @@ def make_service(
     formats = ChatFormats(options.tool_call_parser, options.reasoning_parser)
     responses = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
     images, events = ImageInputs(llm, options), EngineEvents(llm, metrics.latencies)
-    return Service(llm, options, metrics, model_names, limit, formats, responses, images, events, tracer, resolver)
+    return ServerState(llm, options, metrics, model_names, limit, formats, responses, images, events, tracer, resolver)
 
 
 def _check_extras(llm: AsyncLLM) -> None:
@@ -481,18 +481,18 @@ def engine_request_id(response_id: str, index: int, count: int) -> str:
     return response_id if count == 1 else f"{response_id}-{index}"
 
 
-def service_of(request: Request) -> Service:
-    """The ``Service`` of the application that received the request."""
-    service: Service = request.app.state.service
+def state_of(request: Request) -> ServerState:
+    """The ``ServerState`` of the application that received the request."""
+    service: ServerState = request.app.state.service
     return service
 
 
-def operator_service(request: Request) -> Service:
-    """The ``Service`` for a route that changes the server.
+def operator_state(request: Request) -> ServerState:
+    """The ``ServerState`` for a route that changes the server.
 
     Raises:
         EngineDeadError: the engine has died.
     """
-    service = service_of(request)
+    service = state_of(request)
     service.llm.check_alive()
     return service

@@ -19,12 +19,12 @@ from octavo.engine.adapters import allowed_path
 from octavo.engine.tokenizer import TextStream, Tokenizer
 from octavo.server.anthropic import AnthropicModel, AnthropicModelList
 from octavo.server.fields import Int, Name, RequestModel, ResponseModel, hint
-from octavo.server.http.bodies import beside_loop
+from octavo.server.http.bodies import run_in_thread_if_large
 from octavo.server.http.errors import ApiError, invalid, server_error
 from octavo.server.http.streaming import with_cancellation
 from octavo.server.openai.protocol import ChatMessage, TemplateOptions
 from octavo.server.prompt_inputs import encode, write_conversation
-from octavo.server.state import ServedModel, Service, operator_service, service_of
+from octavo.server.state import ServedModel, ServerState, operator_state, state_of
 
 # Bodies of the routes beside those for text: models, adapters, tokens, the state of the server, errors.
 
@@ -211,13 +211,13 @@ class Error(ResponseModel):
 
 async def index(request: Request) -> Index:
     """What answers at this address."""
-    service = service_of(request)
+    service = state_of(request)
     return Index(name="Octavo", version=__version__, models=service.model_names, docs="/docs")
 
 
 async def list_models(request: Request) -> ModelList | AnthropicModelList:
     """The names that the model is served under, and its adapters; in Anthropic's form for its clients."""
-    service = service_of(request)
+    service = state_of(request)
     models = [_model(service, ServedModel(name)) for name in service.model_names]
     models += [_model(service, ServedModel(adapter.name, adapter.request)) for adapter in service.llm.adapters]
     if not _is_of_anthropic(request):
@@ -229,7 +229,7 @@ async def list_models(request: Request) -> ModelList | AnthropicModelList:
 
 async def retrieve_model(request: Request, model: str) -> Model | AnthropicModel:
     """One name that the model is served under, or an adapter; in Anthropic's form for its clients."""
-    service = service_of(request)
+    service = state_of(request)
     if not model:
         raise HTTPException(404)  # the address of the list with a slash at its end
     named = _model(service, await service.model(model))
@@ -248,7 +248,7 @@ def _of_anthropic(model: Model) -> AnthropicModel:
 
 async def health(request: Request) -> Response:
     """Status 200 while requests are computed; 503 while an engine is started again, after its end, or at shutdown."""
-    service = service_of(request)
+    service = state_of(request)
     service.check_running()
     if not service.llm.is_available:
         message = "no engine computes requests at this moment; those that are sent now wait for one"
@@ -264,26 +264,26 @@ async def version(request: Request) -> Version:
 
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus' text format."""
-    page, content_type = service_of(request).metrics.render()
+    page, content_type = state_of(request).metrics.render()
     return Response(page, headers={"content-type": content_type})
 
 
 async def reset_prefix_cache(request: Request) -> Response:
     """Empties the prefix cache."""
-    service = service_of(request)
+    service = state_of(request)
     service.llm.check_alive()
     await service.llm.reset_prefix_cache()
     return Response(b"{}", media_type="application/json")
 
 
-def _modalities(service: Service) -> list[str]:
+def _modalities(service: ServerState) -> list[str]:
     """What the model reads."""
     if "transcribe" in service.tasks:
         return ["audio"]
     return ["text", "image"] if service.images.are_seen else ["text"]
 
 
-def _model(service: Service, model: ServedModel) -> Model:
+def _model(service: ServerState, model: ServedModel) -> Model:
     base = service.model_names[0]
     described = Model(
         id=model.name,
@@ -311,7 +311,7 @@ async def sleep(request: Request, level: int = 1) -> Sleeping:
 
     Level 1 keeps the weights at hand and frees the KV cache, level 2 drops the weights too, to be read again.
     """
-    service = operator_service(request)
+    service = operator_state(request)
     if level not in (1, 2):
         raise invalid("level", f"level must be 1 or 2, not {level}")
     try:
@@ -328,7 +328,7 @@ async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] =
 
     Nothing happens if the engine is not sleeping.
     """
-    service = operator_service(request)
+    service = operator_state(request)
     try:
         await service.llm.wake_up(tags)
     except ConfigError as e:
@@ -338,17 +338,17 @@ async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] =
 
 async def is_sleeping(request: Request) -> Sleeping:
     """Whether the engine sleeps."""
-    return Sleeping(is_sleeping=service_of(request).llm.is_sleeping)
+    return Sleeping(is_sleeping=state_of(request).llm.is_sleeping)
 
 
 async def replicas(request: Request) -> Replicas:
     """The engine's replicas: which of them take requests, and how many each has."""
-    return _replicas(service_of(request))
+    return _replicas(state_of(request))
 
 
 async def drain(request: Request, replica: int) -> Replicas:
     """Has a replica take no more requests; the others go on with those that it has, and no stream breaks."""
-    service = operator_service(request)
+    service = operator_state(request)
     try:
         await service.llm.drain_replica(replica)
     except ConfigError as e:
@@ -360,7 +360,7 @@ async def drain(request: Request, replica: int) -> Replicas:
 
 async def undrain(request: Request, replica: int) -> Replicas:
     """Has a drained replica take requests again. Nothing happens if it does."""
-    service = operator_service(request)
+    service = operator_state(request)
     try:
         await service.llm.undrain_replica(replica)
     except ConfigError as e:
@@ -374,7 +374,7 @@ async def restart(request: Request) -> Replicas:
     No stream breaks: requests go on at the other replicas, or wait for a new core if there is no other. The answer
     comes when it is done.
     """
-    service = operator_service(request)
+    service = operator_state(request)
     try:
         await service.llm.restart_replicas()
     except (ConfigError, EngineStateError) as e:
@@ -385,7 +385,7 @@ async def restart(request: Request) -> Replicas:
     return _replicas(service)
 
 
-def _replicas(service: Service) -> Replicas:
+def _replicas(service: ServerState) -> Replicas:
     return Replicas(
         replicas=[
             ReplicaStatus(replica=s.number, status=s.status, open_requests=s.num_open, restarts=s.num_restarts)
@@ -401,7 +401,7 @@ logger = logging.getLogger("octavo.server")
 
 async def load_adapter(request: Request, body: LoadAdapterRequest) -> AdapterStatus:
     """Loads an adapter from the server's folder, so that requests may name it as their model."""
-    service = operator_service(request)
+    service = operator_state(request)
     base = body.base_model_name
     if base is not None and base not in service.model_names:
         names = ", ".join(service.model_names)
@@ -415,7 +415,7 @@ async def load_adapter(request: Request, body: LoadAdapterRequest) -> AdapterSta
 
 async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> AdapterStatus:
     """Forgets an adapter; while requests use it that is refused, or with ``wait`` done when the last has ended."""
-    service = operator_service(request)
+    service = operator_state(request)
     adapter = service.llm.adapters.named(body.lora_name)
     deadline = service.deadline()
     await with_cancellation(request.receive, service.llm.remove_lora(adapter.number, wait=bool(body.wait)), deadline)
@@ -431,7 +431,7 @@ _SHORT = 1000
 
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Token ids of a text, or of a conversation as the model's template writes it."""
-    service = service_of(request)
+    service = state_of(request)
     await service.model(body.model)
     if sum(given is not None for given in (body.prompt, body.messages, body.content)) != 1:
         raise ApiError(400, "give exactly one of prompt, messages and content", param="prompt")
@@ -450,7 +450,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     return Response(response.encode(), media_type="application/json")
 
 
-async def _tokenized_content(service: Service, body: TokenizeRequest, content: str) -> Response:
+async def _tokenized_content(service: ServerState, body: TokenizeRequest, content: str) -> Response:
     [ids] = await encode(service, [content], body.add_special is True, param="content")
     response = TokenizedContent(tokens=ids)
     if body.with_pieces:
@@ -468,19 +468,19 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
 
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """The text of token ids, special tokens included."""
-    service = service_of(request)
+    service = state_of(request)
     await service.model(body.model)
     vocab_size = service.llm.model_config.vocab_size
     for token in (min(body.tokens), max(body.tokens)) if body.tokens else ():
         if not 0 <= token < vocab_size:
             raise ApiError(400, f"token ids are integers from 0 to {vocab_size - 1}, not {token}", param="tokens")
-    text = await beside_loop(request, _decode, service.llm.tokenizer, body.tokens)
+    text = await run_in_thread_if_large(request, _decode, service.llm.tokenizer, body.tokens)
     return Response(Detokenized(prompt=text, content=text).encode(), media_type="application/json")
 
 
 async def tokenizer_info(request: Request) -> TokenizerInfo:
     """The tokenizer: its special tokens and chat templates."""
-    service = service_of(request)
+    service = state_of(request)
     tokenizer = service.llm.tokenizer
     templates = tokenizer.chat_templates
     return TokenizerInfo(

@@ -24,10 +24,10 @@ from octavo.core.errors import did_you_mean
 from octavo.server.fields import REFUSED
 from octavo.server.http.errors import ApiError, invalid, unsupported
 from octavo.server.openai.protocol import ChatCompletionRequest, CompletionRequest
-from octavo.server.state import service_of
+from octavo.server.state import state_of
 
 if TYPE_CHECKING:
-    from octavo.server.state import Service
+    from octavo.server.state import ServerState
 
 
 # Requests as models: which mistake in a body is told, and what becomes of fields that the model does not know.
@@ -40,7 +40,7 @@ _ROUTES: dict[type[BaseModel], str] = {
 }
 
 
-def read_model(kind: type[M], value: Any, service: Service) -> M:
+def read_model(kind: type[M], value: Any, service: ServerState) -> M:
     """A request's model.
 
     Unknown fields that say nothing are left out; with ``unknown_fields: ignore`` the others too, and those that are
@@ -69,7 +69,7 @@ def read_model(kind: type[M], value: Any, service: Service) -> M:
             raise _told(kind, value, errors)
 
 
-def _may_be_left_out(error: ErrorDetails, service: Service) -> bool:
+def _may_be_left_out(error: ErrorDetails, service: ServerState) -> bool:
     """Whether a field may be: an unknown one, or one that is known here and not supported."""
     if error["type"] == REFUSED:  # which values of supported fields may be too, such as the type of a part
         return service.options.unknown_fields == "ignore" and bool(error["ctx"].get("is_field"))
@@ -203,7 +203,7 @@ class BodyRoute(APIRoute):
             # FastAPI refuses what is not declared as JSON, without looking into it.
             if "json" not in request.headers.get("content-type", ""):
                 return await handle(request)
-            service = service_of(request)
+            service = state_of(request)
             if self.task is not None:
                 service.require(self.task)
             if len(body) < LARGE:
@@ -215,7 +215,7 @@ class BodyRoute(APIRoute):
         return read_and_handle
 
 
-async def beside_loop(request: Request, call: Callable[..., T], *args: Any) -> T:
+async def run_in_thread_if_large(request: Request, call: Callable[..., T], *args: Any) -> T:
     """The result of a call whose time grows with the request's body: if that is large, it is made in another thread."""
     is_large = isinstance(request, ReadRequest) and request.is_large
     return await _in_thread(_then_rest, call, *args) if is_large else call(*args)
@@ -234,7 +234,7 @@ def _then_rest(call: Callable[..., T], *args: Any) -> T:
         time.sleep(time.perf_counter() - begun)
 
 
-def read_large(kind: type[BaseModel], body: bytes, service: Service) -> BaseModel:
+def read_large(kind: type[BaseModel], body: bytes, service: ServerState) -> BaseModel:
     """As ``read_body``; what is in the body is counted first.
 
     Raises:
@@ -244,7 +244,7 @@ def read_large(kind: type[BaseModel], body: bytes, service: Service) -> BaseMode
     return _then_rest(read_body, kind, body, service)
 
 
-def read_body(kind: type[BaseModel], body: bytes, service: Service) -> BaseModel:
+def read_body(kind: type[BaseModel], body: bytes, service: ServerState) -> BaseModel:
     """The body of a request as a model.
 
     Raises:

@@ -17,7 +17,7 @@ from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.request import TokensPrompt
 from octavo.core.sampling_params import DEFAULT_MAX_TOKENS
 from octavo.server.answer_format import custom_input
-from octavo.server.chat import Chat, ChoiceEvents, start_chat
+from octavo.server.chat import Chat, ChoiceEvents, prepare_chat
 from octavo.server.fields import refused
 from octavo.server.generation import (
     Generation,
@@ -63,7 +63,7 @@ from octavo.server.openai.protocol import (
     Usage,
 )
 from octavo.server.prompt_inputs import read_prompts
-from octavo.server.state import ServedModel, Service, service_of
+from octavo.server.state import ServedModel, ServerState, state_of
 from octavo.server.tool_parsers.tool_parser import (
     ChatEvent,
     ContentDelta,
@@ -76,7 +76,7 @@ from octavo.server.tool_parsers.tool_parser import (
 
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Completes prompts: texts or token ids, one or many; as one response or as a stream of events."""
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
     model = await service.model(body.model)
     if body.logprob_token_ids is not None and body.logprobs is None:
@@ -87,7 +87,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
 
 
 def _generation(
-    service: Service, request: Request, body: CompletionRequest, model: ServedModel, prompts: list[TokensPrompt]
+    service: ServerState, request: Request, body: CompletionRequest, model: ServedModel, prompts: list[TokensPrompt]
 ) -> Generation:
     max_tokens = body.max_tokens
     if max_tokens is None and not body.has_no_token_limit:
@@ -244,9 +244,9 @@ class _PendingTexts(PendingResponse):
 
 async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
     """Answers a conversation, as one response or as a stream of events."""
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
-    pending = PendingCompletion(await start_chat(service, request, body, prefix="chatcmpl"))
+    pending = PendingCompletion(await prepare_chat(service, request, body, prefix="chatcmpl"))
     return await pending.respond(request, body.stream, deadline)
 
 
@@ -454,7 +454,7 @@ class BatchedChatsRequest(ChatCompletionRequest):
 
 async def create_batched_chats(request: Request, body: BatchedChatsRequest) -> Response:
     """Answers several conversations at once; choice i is the answer to conversation i."""
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
     if not body.messages:
         raise invalid("messages", "messages must not be an empty list")
@@ -470,7 +470,7 @@ async def create_batched_chats(request: Request, body: BatchedChatsRequest) -> R
     for number, messages in enumerate(body.messages):
         one = ChatCompletionRequest.model_construct(body.model_fields_set, **{**fields, "messages": messages})
         try:
-            chats.append(PendingCompletion(await start_chat(service, request, one, prefix="chatcmpl")))
+            chats.append(PendingCompletion(await prepare_chat(service, request, one, prefix="chatcmpl")))
         except (ApiError, InvalidRequestError, TokenizerError) as e:
             raise _of_conversation(as_api_error(e), number) from None
     answer = await with_cancellation(request.receive, _answer_all(chats), deadline)

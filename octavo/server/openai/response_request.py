@@ -16,8 +16,8 @@ from pydantic import TypeAdapter
 from starlette.requests import Request
 
 from octavo.server.answer_format import custom_function, read_tools
-from octavo.server.chat import Chat, make_chat_prompt, start_chat
-from octavo.server.http.bodies import beside_loop, read_model
+from octavo.server.chat import Chat, make_chat_prompt, prepare_chat
+from octavo.server.http.bodies import read_model, run_in_thread_if_large
 from octavo.server.http.errors import ApiError, renamed_errors, unsupported, wrong
 from octavo.server.http.middleware import owner_of
 from octavo.server.openai.protocol import ChatCompletionRequest, SamplingFields
@@ -44,7 +44,7 @@ from octavo.server.openai.response_protocol import (
     ToolParam,
 )
 from octavo.server.prompt_inputs import chat_tokens
-from octavo.server.state import Service, StoredResponse, service_of
+from octavo.server.state import ServerState, StoredResponse, state_of
 
 # Tools of the Responses API in the notation of chats: functions, tools that take a text, and namespaces of both.
 
@@ -75,7 +75,7 @@ def chat_name(name: str, namespace: str | None) -> str:
 
 
 def read_response_tools(
-    service: Service, tools: Sequence[ToolParam], choice: str | ToolChoiceParam | None
+    service: ServerState, tools: Sequence[ToolParam], choice: str | ToolChoiceParam | None
 ) -> ResponseTools:
     """Tools and the choice among them, in the notation of chats.
 
@@ -323,7 +323,7 @@ def conversation(body: InputTokensRequest, items: list[InputItem], earlier: list
 
 
 async def start(
-    service: Service, request: Request, body: InputTokensRequest, messages: list[Message], tools: ResponseTools
+    service: ServerState, request: Request, body: InputTokensRequest, messages: list[Message], tools: ResponseTools
 ) -> Chat:
     """The chat in the engine; with ``truncation`` without the oldest messages that the context has no room for.
 
@@ -338,8 +338,8 @@ async def start(
         kept = messages[:head] + messages[cut:]
         fields = chat_body(body, kept, tools)
         with renamed_errors(RENAMED):
-            chat = await beside_loop(request, read_model, ChatCompletionRequest, fields, service)
-            return await start_chat(service, request, chat, prefix="resp")
+            chat = await run_in_thread_if_large(request, read_model, ChatCompletionRequest, fields, service)
+            return await prepare_chat(service, request, chat, prefix="resp")
 
     try:
         return await without(head)
@@ -367,7 +367,7 @@ async def start(
 
 
 async def _likely_cut(
-    service: Service, body: InputTokensRequest, messages: list[Message], head: int, cuts: list[int]
+    service: ServerState, body: InputTokensRequest, messages: list[Message], head: int, cuts: list[int]
 ) -> int:
     """Number of the first cut that should leave no more tokens than there is room for; each text is tokenized once."""
     texts, length = [_written(message) for message in messages[:head]], 0
@@ -435,7 +435,7 @@ class ResponseInput:
         return self.items_size + (self.earlier.items_size if self.earlier else 0)
 
 
-async def read_input(service: Service, request: Request, body: InputTokensRequest) -> ResponseInput:
+async def read_input(service: ServerState, request: Request, body: InputTokensRequest) -> ResponseInput:
     """What a request gives the model to read.
 
     Raises:
@@ -448,8 +448,8 @@ async def read_input(service: Service, request: Request, body: InputTokensReques
             raise wrong("previous_response_id", "this response is still being made")
     before = [] if earlier is None else earlier.items
     items = [] if body.input is None else input_items(body.input)
-    messages = await beside_loop(request, conversation, body, items, before)
-    size = await beside_loop(request, _with_id, items, before)
+    messages = await run_in_thread_if_large(request, conversation, body, items, before)
+    size = await run_in_thread_if_large(request, _with_id, items, before)
     tools = read_response_tools(service, body.tools or [], body.tool_choice)
     return ResponseInput(earlier, items, size, messages, tools)
 
@@ -476,7 +476,7 @@ def _with_id(items: list[InputItem], before: list[InputItem]) -> int:
 
 async def count_input_tokens(request: Request, body: InputTokensRequest) -> InputTokens:
     """Tokens of an input, as the model's template writes it; with ``truncation`` of what the model would read."""
-    service = service_of(request)
+    service = state_of(request)
     await service.model(body.model)
     given = await read_input(service, request, body)
     if body.truncation == "auto":
@@ -485,7 +485,7 @@ async def count_input_tokens(request: Request, body: InputTokensRequest) -> Inpu
     else:
         fields = chat_body(body, given.messages, given.tools)
         with renamed_errors(RENAMED):
-            said = await beside_loop(request, read_model, ChatCompletionRequest, fields, service)
+            said = await run_in_thread_if_large(request, read_model, ChatCompletionRequest, fields, service)
             prompt = await make_chat_prompt(service, request, said, read_tools(said.tools, said.tool_choice))
             tokens = await chat_tokens(service, request, said, prompt.text)
             token_ids = tokens["prompt_token_ids"]
@@ -500,7 +500,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> ItemList:
     """What a response that is kept was made of: items of its input, and of the responses that it continues."""
-    items = service_of(request).responses.get(response_id, owner_of(request)).input_items
+    items = state_of(request).responses.get(response_id, owner_of(request)).input_items
     if order == "desc":
         items.reverse()
     start = 0

@@ -45,7 +45,7 @@ from octavo.server.openai.response_protocol import (
     ResponseUsage,
 )
 from octavo.server.openai.response_request import ITEMS, ResponseInput, ToolOrigin, read_input, size_of
-from octavo.server.state import ResponseStore, Run, Service, StoredResponse, service_of
+from octavo.server.state import ResponseStore, Run, ServerState, StoredResponse, state_of
 from octavo.server.tool_parsers.tool_parser import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
 
 # A response as it grows: events of a chat's choice to items and semantic events of the Responses API.
@@ -262,7 +262,7 @@ class PendingAnswer(PendingChat):
     names = chats.RENAMED
 
     def __init__(
-        self, service: Service, request: Request, body: ResponsesRequest, chat: Chat, given: ResponseInput
+        self, service: ServerState, request: Request, body: ResponsesRequest, chat: Chat, given: ResponseInput
     ) -> None:
         super().__init__(chat)
         self.service, self.request, self.body, self.given = service, request, body, given
@@ -513,7 +513,7 @@ _GRACE = 10.0
 
 async def create_response(request: Request, body: ResponsesRequest) -> Response:
     """Answers an input, as one response or as a stream of events, or at once with a response that is made later."""
-    service = service_of(request)
+    service = state_of(request)
     deadline = service.deadline()
     _check_storing(service, body)
     given = await read_input(service, request, body)
@@ -533,7 +533,7 @@ async def retrieve_response(
     starting_after: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
     """A response that is kept, as it is now; of one that is streamed in the background also its events."""
-    service = service_of(request)
+    service = state_of(request)
     stored = service.responses.get(response_id, owner_of(request))
     if not stream:
         if starting_after is not None:
@@ -548,7 +548,7 @@ async def retrieve_response(
 
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Ends a response that is made in the background; one that has ended stays as it is."""
-    responses = service_of(request).responses
+    responses = state_of(request).responses
     run = responses.get(response_id, owner_of(request)).run
     if run is None:
         message = "only a response that was made with background=true can be cancelled; others end with the connection"
@@ -559,11 +559,11 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 async def delete_response(request: Request, response_id: str) -> DeletedResponse:
     """Forgets a response."""
-    service_of(request).responses.delete(response_id, owner_of(request))
+    state_of(request).responses.delete(response_id, owner_of(request))
     return DeletedResponse(id=response_id, object="response", deleted=True)
 
 
-def _check_storing(service: Service, body: ResponsesRequest) -> None:
+def _check_storing(service: ServerState, body: ResponsesRequest) -> None:
     """Refuses what needs a memory of responses that there is not."""
     if service.responses.max_responses:
         if body.background and body.store is False:
