@@ -14,9 +14,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from octavo.core.adapters import LoRARequest, PromptAdapterRequest
-    from octavo.core.beam_search_params import BeamSearchParams
-    from octavo.core.config import EngineConfig
+    from octavo.config.engine_config import EngineConfig
     from octavo.core.errors import (
         AdapterConflictError,
         AdapterError,
@@ -39,28 +37,28 @@ if TYPE_CHECKING:
         WeightError,
         WorkerError,
     )
-    from octavo.core.logits_plugins import LogitsProcessorPlugin
-    from octavo.core.metric_values import Counter, Gauge, Metric
-    from octavo.core.outputs import CompletionOutput, Logprob, RequestOutput
-    from octavo.core.pooling_outputs import (
+    from octavo.core.outputs import (
         ClassificationOutput,
+        CompletionOutput,
         EmbeddingOutput,
+        Logprob,
         PoolingOutput,
+        PoolingParams,
         PoolingRequestOutput,
+        RequestOutput,
         ScoringOutput,
     )
-    from octavo.core.pooling_params import PoolingParams
-    from octavo.core.prompts import TextPrompt, TokensPrompt
-    from octavo.core.sampling_params import RequestOutputKind, SamplingParams
-    from octavo.core.stats import StepStats
-    from octavo.core.structured_outputs import StructuredOutputsParams
+    from octavo.core.plugins import LogitsProcessorPlugin
+    from octavo.core.request import LoRARequest, PromptAdapterRequest, TextPrompt, TokensPrompt
+    from octavo.core.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from octavo.core.stats import Counter, Gauge, Metric, StepStats
     from octavo.engine.async_llm import AsyncLLM
+    from octavo.engine.front_end import StatLogger
     from octavo.engine.llm import LLM
     from octavo.engine.llm_engine import LLMEngine
-    from octavo.engine.stat_loggers import StatLogger
     from octavo.speech.audio_files import AudioLimits
     from octavo.speech.segments import Transcription
-    from octavo.speech.transcription_params import TranscriptionParams
+    from octavo.speech.transcription import TranscriptionParams
 
 __version__ = "0.1.0"
 
@@ -123,32 +121,32 @@ _ELSEWHERE = {
     "AsyncLLM": "octavo.engine.async_llm",
     "LLM": "octavo.engine.llm",
     "LLMEngine": "octavo.engine.llm_engine",
-    "EngineConfig": "octavo.core.config",
-    "LoRARequest": "octavo.core.adapters",
-    "PromptAdapterRequest": "octavo.core.adapters",
-    "BeamSearchParams": "octavo.core.beam_search_params",
+    "EngineConfig": "octavo.config.engine_config",
+    "LoRARequest": "octavo.core.request",
+    "PromptAdapterRequest": "octavo.core.request",
+    "BeamSearchParams": "octavo.core.sampling_params",
     "SamplingParams": "octavo.core.sampling_params",
-    "StatLogger": "octavo.engine.stat_loggers",
+    "StatLogger": "octavo.engine.front_end",
     "StepStats": "octavo.core.stats",
-    "StructuredOutputsParams": "octavo.core.structured_outputs",
-    "LogitsProcessorPlugin": "octavo.core.logits_plugins",
+    "StructuredOutputsParams": "octavo.core.sampling_params",
+    "LogitsProcessorPlugin": "octavo.core.plugins",
     "RequestOutputKind": "octavo.core.sampling_params",
     "RequestOutput": "octavo.core.outputs",
     **dict.fromkeys(
         ("PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "ClassificationOutput", "ScoringOutput"),
-        "octavo.core.pooling_outputs",
+        "octavo.core.outputs",
     ),
-    "PoolingParams": "octavo.core.pooling_params",
+    "PoolingParams": "octavo.core.outputs",
     "AudioLimits": "octavo.speech.audio_files",
     "Transcription": "octavo.speech.segments",
-    "TranscriptionParams": "octavo.speech.transcription_params",
+    "TranscriptionParams": "octavo.speech.transcription",
     "CompletionOutput": "octavo.core.outputs",
     "Logprob": "octavo.core.outputs",
-    "TextPrompt": "octavo.core.prompts",
-    "TokensPrompt": "octavo.core.prompts",
-    "Metric": "octavo.core.metric_values",
-    "Counter": "octavo.core.metric_values",
-    "Gauge": "octavo.core.metric_values",
+    "TextPrompt": "octavo.core.request",
+    "TokensPrompt": "octavo.core.request",
+    "Metric": "octavo.core.stats",
+    "Counter": "octavo.core.stats",
+    "Gauge": "octavo.core.stats",
 }
 
 

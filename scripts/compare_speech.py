@@ -44,7 +44,7 @@ came over the side. The second journey lasted a whole afternoon, and they came b
 HERE = """
 import json, resource, sys, time
 from octavo import LLM
-from octavo.speech.transcription_params import TranscriptionParams
+from octavo.speech.transcription import TranscriptionParams
 job = json.load(sys.stdin)
 llm = LLM(job["model"], dtype=job["dtype"], num_threads=job["threads"], max_num_seqs=job["seqs"])
 params = TranscriptionParams(temperature=job["temperature"], language="en")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.plan import StepPlan
 from octavo.lab.plots.style import load_matplotlib, save, styled
 from octavo.lab.simulate.engine import SimulatedEngine

@@ -25,11 +25,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo.core.dtypes import DType
-from octavo.kernels.torch_arrays import to_torch
-from octavo.loader.dummy import dummy_weights
+from octavo.kernels.torch_backend import to_torch
 from octavo.loader.resolve import resolve_model
+from octavo.loader.weights import dummy_weights
 from octavo.models.config_files import read_model_config
-from octavo.models.sizes import build_without_weights
+from octavo.models.network import build_without_weights
 
 #: Names in GGUF files of the tensors of a layer, and of the others.
 LAYER = {

@@ -10,25 +10,24 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from octavo.server.audio.audio_fields import TranscriptionRequest, TranslationRequest
-from octavo.server.cohere.cohere_protocol import CohereChatRequest, CohereEmbedRequest
-from octavo.server.field_marks import Hint, Refused, marks_of
-from octavo.server.llamacpp.llama_embeddings import LlamaEmbeddingRequest
-from octavo.server.llamacpp.llama_protocol import InfillRequest, LlamaCompletionRequest
-from octavo.server.messages.message_protocol import MessagesRequest
-from octavo.server.pooling.pooled_fields import (
+from octavo.server.anthropic import MessagesRequest
+from octavo.server.audio import TranscriptionRequest, TranslationRequest
+from octavo.server.cohere import CohereChatRequest, CohereEmbedRequest
+from octavo.server.fields import Hint, Refused, RequestModel, marks_of
+from octavo.server.llamacpp import InfillRequest, LlamaCompletionRequest
+from octavo.server.openai.protocol import ChatCompletionRequest, CompletionRequest
+from octavo.server.openai.response_protocol import ResponsesRequest
+from octavo.server.pooling import (
     ClassificationRequest,
     EmbeddingRequest,
+    LlamaEmbeddingRequest,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
     TeiEmbedRequest,
     TeiRerankRequest,
 )
-from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
-from octavo.server.protocol_admin import TokenizeRequest
-from octavo.server.protocol_base import RequestModel
-from octavo.server.responses.response_protocol import ResponsesRequest
+from octavo.server.status_routes import TokenizeRequest
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "request-fields.md"
 

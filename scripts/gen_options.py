@@ -10,12 +10,11 @@ import msgspec
 from pydantic import BaseModel
 
 from octavo.cli import chat, generate
-from octavo.cli.engine_flags import value_kind
-from octavo.cli.sampling_flags import HELP
-from octavo.core.config import PARTS
-from octavo.core.config_sources import RESERVED_VARIABLES
+from octavo.cli.flags import HELP, value_kind
+from octavo.config.engine_config import PARTS
+from octavo.config.server_options import ServerOptions
+from octavo.config.sources import RESERVED_VARIABLES
 from octavo.core.sampling_params import SamplingParams
-from octavo.core.server_options import ServerOptions
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 
@@ -35,7 +34,7 @@ flags `none` resets an option that may be unset. For `generate` and `chat` the f
 An option that is given and has no effect beside the others (`max_loras` without `enable_lora`, `enforce_eager` on a
 CPU) is named in the log at start, with what decides instead; where memory or weights would not be those that were asked
 for (`gpu_memory_utilization` with `num_gpu_blocks_override`, `revision` of a folder), the options are refused:
-`octavo/core/idle_options.py`.
+`octavo/config/engine_config.py`.
 """
 
 PART_HEAD = """

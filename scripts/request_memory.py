@@ -7,14 +7,13 @@ import gc
 import tracemalloc
 
 from octavo import SamplingParams
-from octavo.core.config import EngineConfig
-from octavo.core.engine_outputs import EngineCoreOutputs, SequenceOutput
-from octavo.core.plan import PositionLogprobs, SequenceResult
-from octavo.core.request_options import RequestOptions
+from octavo.config.engine_config import EngineConfig
+from octavo.core.plan import EngineCoreOutputs, PositionLogprobs, SequenceOutput, SequenceResult
+from octavo.core.request import RequestOptions
 from octavo.core.sampling_params import RequestOutputKind
 from octavo.engine.front_end import FrontEnd
 from octavo.engine.model_files import find_files
-from octavo.engine.request_state import RequestState
+from octavo.engine.output_processor import RequestState
 
 
 def held() -> int:

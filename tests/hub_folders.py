@@ -10,12 +10,12 @@ import numpy as np
 from safetensors.torch import save_file
 
 from octavo.core.dtypes import DType
-from octavo.kernels.torch_arrays import to_torch
-from octavo.loader.gguf_weights import GGUFCheckpoint
-from octavo.loader.model_cache import cache_dir, publish
+from octavo.kernels.torch_backend import to_torch
+from octavo.loader.files import cache_dir, publish
+from octavo.loader.gguf_file import GGUFCheckpoint
 from octavo.loader.resolve import gguf_source, resolve_model
 from octavo.models.config_files import read_model_config
-from octavo.models.sizes import build_without_weights
+from octavo.models.network import build_without_weights
 
 
 def hub_folder(model: str, dtype: str) -> Path:

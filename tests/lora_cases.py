@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from octavo.core.dtypes import DType
-from octavo.kernels.lora import LowRankPart
-from octavo.kernels.torch_arrays import torch_dtype
+from octavo.kernels.interface import LowRankPart
+from octavo.kernels.torch_backend import torch_dtype
 
 Adapter = Sequence[LowRankPart | None]
 

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from octavo.cli import serve
-from octavo.core.config import EngineConfig
-from octavo.core.config_sources import RESERVED_VARIABLES
-from octavo.core.server_options import ServerOptions
+from octavo.config.engine_config import EngineConfig
+from octavo.config.server_options import ServerOptions
+from octavo.config.sources import RESERVED_VARIABLES
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 

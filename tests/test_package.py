@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 import octavo
-import octavo.cli.sampling_flags
+import octavo.cli.flags
 from octavo.core import errors
 from octavo.core.sampling_params import FOREIGN_FIELDS, SamplingParams
 from tests.busy_machine import PATIENCE, once_in_three
@@ -70,7 +70,7 @@ def test_the_error_types_come_without_anything_heavy() -> None:
             ("torch", "gguf", "jinja2", "llguidance", "tokenizers", "yaml"),
         ),
         (
-            "octavo.server.serve_app, octavo.engine.async_llm, octavo.server.app, octavo.server.listener",
+            "octavo.server.serve, octavo.engine.async_llm, octavo.server.app, octavo.server.http.connection",
             ("torch", "numpy", "gguf", "llguidance", "yaml", "psutil"),
         ),
     ],
@@ -118,7 +118,7 @@ def test_a_page_that_is_made_from_the_code_is_up_to_date(page: str, maker: str) 
 
 def test_every_sampling_parameter_that_can_be_text_is_documented() -> None:
     in_python_only = {"logits_processors", "output_kind", *FOREIGN_FIELDS}
-    assert set(octavo.cli.sampling_flags.HELP) == set(SamplingParams.__struct_fields__) - in_python_only
+    assert set(octavo.cli.flags.HELP) == set(SamplingParams.__struct_fields__) - in_python_only
 
 
 def test_the_requirement_of_torch_is_told_from_those_of_other_packages() -> None:

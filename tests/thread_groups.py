@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 
-from octavo.kernels.cpu.collectives import SharedMemoryCommunicator
+from octavo.kernels.cpu.backend import SharedMemoryCommunicator
 
 
 def thread_group(size: int, timeout: float = 60.0) -> list[SharedMemoryCommunicator]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from octavo.core.dtypes import DType
-from octavo.kernels.torch_arrays import torch_dtype
+from octavo.kernels.torch_backend import torch_dtype
 
 _NAMES = {torch_dtype(name): name for name in DType}
 

@@ -6,7 +6,7 @@
 
 namespace octavo {
 
-// How experts are chosen, see RoutingSpec in octavo/kernels/experts.py.
+// How experts are chosen, see RoutingSpec in octavo/kernels/interface.py.
 struct Routing {
   const float* logits;  // [T, experts + shared], rows so many elements apart
   int64_t logits_stride;

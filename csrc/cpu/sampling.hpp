@@ -18,7 +18,7 @@ struct Tokens {
   int64_t size;
 };
 
-// The hash of octavo/kernels/noise.py: uniform 32-bit numbers that depend on nothing but a row's key and a token's id.
+// The hash of octavo/kernels/sampling.py: uniform 32-bit numbers that depend on nothing but a row's key and a token's id.
 // T is uint32_t, or a vector of them.
 template <typename T>
 inline __attribute__((always_inline)) T random_bits(T id, const uint32_t* key) {

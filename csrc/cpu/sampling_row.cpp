@@ -148,7 +148,7 @@ Tokens survivors(Row& row, const Filters& f) {
   return top_p ? row.nucleus(list, f.temperature, f.top_p * row.mass(list, f.temperature)) : list;
 }
 
-// ---- the race: argmin of log(E) + distance / temperature, see octavo/kernels/numpy_sampling.py -----------------------
+// ---- the race: argmin of log(E) + distance / temperature, see octavo/kernels/sampling.py -----------------------
 
 // Margin of the float32 bounds (in powers of two): far above their rounding errors, small enough to keep few tokens.
 constexpr double kMargin = 0.01;

@@ -32,7 +32,7 @@ class Stopwatch {
 };
 
 // Consecutive row-wise operations over the same rows are merged into one loop: memory is reused only by buffers of equal
-// size (see octavo/kernels/cpu/arena.py), so rows of different tokens do not overlap.
+// size (see octavo/kernels/cpu/tape.py), so rows of different tokens do not overlap.
 class Tape {
  public:
   void append(OpPtr op, Rows rows) {

@@ -3,28 +3,291 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import os
+import stat
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import msgspec
 from tqdm import tqdm
 
-from octavo.batch.result_files import BatchRowError, Response, Result, ResultFile, new_id
-from octavo.batch.rows import Row, index_rows, read_rows
-from octavo.core.config import EngineConfig
-from octavo.core.server_options import ServerOptions
+from octavo.config.engine_config import EngineConfig
+from octavo.config.server_options import ServerOptions
+from octavo.core.errors import ConfigError, OctavoError
 from octavo.engine.async_llm import AsyncLLM
-from octavo.server.api_errors import ApiError, unsupported
 from octavo.server.app import make_app
+from octavo.server.http.errors import ApiError, unsupported
 from octavo.server.logging import new_request_id
 from octavo.server.metrics import Metrics
-from octavo.server.serve_app import check_plug_ins
-from octavo.server.service import Service, make_service
+from octavo.server.serve import check_plug_ins
+from octavo.server.state import ServerState, make_service
+
+# The input file: a request a line, ``{"custom_id", "method", "url", "body"}``.
+
+#: Routes that a row may name.
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score")
+
+#: What identifies a row: its ``custom_id``, or the number of its line if it has none.
+Key = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the input: a request, or what is wrong with it."""
+
+    #: Number of the line, from 1.
+    line: int
+    custom_id: str | None
+    url: str = ""
+    #: JSON as it was given; the route decides whether it is valid.
+    body: bytes = b""
+    error: str | None = None
+
+    @property
+    def key(self) -> Key:
+        """What identifies the row."""
+        return self.line if self.custom_id is None else self.custom_id
+
+
+class _Name(msgspec.Struct):
+    custom_id: str
+
+
+class _Envelope(msgspec.Struct):
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+_name, _envelope = msgspec.json.Decoder(_Name), msgspec.json.Decoder(_Envelope)
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows, in order; empty lines are left out.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    for number, line in _lines(path):
+        try:
+            custom_id = _name.decode(line).custom_id
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+            yield Row(number, None, error=f"line {number}: {e}")
+            continue
+        yield _make_row(number, custom_id, line)
+
+
+def index_rows(path: Path) -> dict[Key, int]:
+    """What identifies each row, and the number of its line.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no row, or a ``custom_id`` is there twice.
+    """
+    lines: dict[Key, int] = {}
+    for row in read_rows(path):
+        if row.key in lines:
+            raise ConfigError(
+                f"custom_id {row.key!r} is on lines {lines[row.key]} and {row.line} of {path}; each may be there once"
+            )
+        lines[row.key] = row.line
+    if not lines:
+        raise ConfigError(f"{path} holds no request")
+    return lines
+
+
+def _make_row(number: int, custom_id: str, line: bytes) -> Row:
+    try:
+        envelope = _envelope.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        return Row(number, custom_id, error=f"line {number}: {e}")
+    if envelope.method != "POST":
+        return Row(number, custom_id, error=f"line {number}: method must be 'POST', not {envelope.method!r}")
+    if envelope.url not in URLS:
+        return Row(
+            number, custom_id, error=f"line {number}: url must be one of {', '.join(URLS)}, not {envelope.url!r}"
+        )
+    return Row(number, custom_id, envelope.url, bytes(envelope.body))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbers, from 1, and contents of the lines that are not empty."""
+    with _open(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield number, line
+
+
+def _open(path: Path) -> IO[bytes]:
+    try:
+        stream = path.open("rb")
+    except OSError as e:
+        raise ConfigError(f"cannot read {path}: {e.strerror}") from None
+    if not stream.seekable():  # it is read twice: to find duplicates before anything runs, and to run
+        stream.close()
+        raise ConfigError(f"{path} must be a file, not a pipe")
+    return stream
+
+
+# The output file: a line for each row that has been answered, appended by one write, so that a run can be resumed.
+
+#: How every line begins.
+_PREFIX = b'{"id":"batch_req_'
+
+
+class Response(msgspec.Struct):
+    """The response of a route; an error of the request is one, too."""
+
+    status_code: int
+    request_id: str
+    #: JSON.
+    body: msgspec.Raw
+
+
+class BatchRowError(msgspec.Struct):
+    """Why a row did not reach a route."""
+
+    code: str
+    message: str
+    #: Number of the line in the input; what identifies a row without ``custom_id``.
+    line: int
+
+
+class Result(msgspec.Struct):
+    """A line of the output."""
+
+    id: str
+    custom_id: str | None
+    response: Response | None
+    error: BatchRowError | None
+
+    @property
+    def key(self) -> Key | None:
+        """What identifies the row in the input; None: nothing does."""
+        if self.custom_id is not None:
+            return self.custom_id
+        return None if self.error is None else self.error.line
+
+    @property
+    def failed(self) -> bool:
+        """Whether this is an error."""
+        return self.response is None or self.response.status_code >= 400
+
+
+def new_id() -> str:
+    """A unique id of a line."""
+    return f"batch_req_{uuid.uuid4().hex}"
+
+
+class ResultFile:
+    """The output file, open for appending and locked against other runs.
+
+    Invariant: it holds complete lines; what a kill has left behind the last one is cut off when it is opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file, or makes it, and reads which rows it holds.
+
+        Raises:
+            ConfigError: it cannot be written, another run writes to it, or it holds something else than results.
+        """
+        self._path = path
+        #: Whether each row that the file holds has failed.
+        self.done: dict[Key, bool] = {}
+        self._encoder = msgspec.json.Encoder()
+        self._descriptor = self._open()
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, result: Result) -> None:
+        """Adds a line. It is in the file when this returns, even if the process is killed then.
+
+        Raises:
+            OctavoError: the disk is full, or writing failed otherwise.
+        """
+        line = self._encoder.encode(result) + b"\n"
+        try:
+            written = os.write(self._descriptor, line)
+        except OSError as e:
+            raise OctavoError(f"cannot write {self._path}: {e.strerror}") from None
+        if written < len(line):
+            raise OctavoError(f"cannot write {self._path}: no space left")
+        if result.key is not None:
+            self.done[result.key] = result.failed
+
+    def drop_failed(self, index: Container[Key]) -> None:
+        """Removes those of the rows that have failed, so that they are answered again; the file is replaced at once.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        dropped = {key for key, failed in self.done.items() if failed and key in index}
+        copy = self._path.with_name(self._path.name + ".tmp")
+        try:
+            with copy.open("wb") as stream:
+                stream.writelines(line for line, result in self._results() if result and result.key not in dropped)
+                stream.flush()
+                os.fsync(stream.fileno())
+            copy.replace(self._path)
+        except OSError as e:
+            raise ConfigError(f"cannot write {copy}: {e.strerror}") from None
+        before, self._descriptor = self._descriptor, self._open()
+        os.close(before)
+        for key in dropped:
+            del self.done[key]
+
+    def close(self) -> None:
+        """Closes the file; its lines are then safe from a loss of power too."""
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
+
+    def _open(self) -> int:
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as e:
+            raise ConfigError(f"cannot write {self._path}: {e.strerror}") from None
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ConfigError(f"{self._path} must be a file, as it is read when a run goes on")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(f"another run writes to {self._path}") from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _load(self) -> None:
+        size = 0
+        for number, (line, result) in enumerate(self._results(), start=1):
+            if result is None and not line.endswith(b"\n") and (line.startswith(_PREFIX) or _PREFIX.startswith(line)):
+                os.ftruncate(self._descriptor, size)  # a kill has cut it short
+                return
+            if result is None or result.key is None:
+                raise ConfigError(f"line {number} of {self._path} is not a result of a batch; name another output file")
+            self.done[result.key] = result.failed
+            size += len(line)
+
+    def _results(self) -> Iterator[tuple[bytes, Result | None]]:
+        """The lines with what they say; None: the line is incomplete or something else."""
+        decoder = msgspec.json.Decoder(Result)
+        with self._path.open("rb") as stream:
+            for line in stream:
+                try:
+                    yield line, decoder.decode(line) if line.endswith(b"\n") else None
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    yield line, None
+
 
 logger = logging.getLogger("octavo")
 
@@ -130,7 +393,7 @@ class _Request(msgspec.Struct):
 class _Runner:
     """Sends rows to the application and appends the results."""
 
-    def __init__(self, service: Service, results: ResultFile, summary: Summary) -> None:
+    def __init__(self, service: ServerState, results: ResultFile, summary: Summary) -> None:
         self._llm = service.llm
         self._results = results
         self._summary = summary

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.engine_flags import add_engine_flags, add_option_flags, read_engine_config, take_model
+from octavo.cli.flags import add_engine_flags, add_option_flags, read_engine_config, take_model
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, json_output, write_line
-from octavo.core.config_sources import resolve_server_options
+from octavo.config.server_options import ServerOptions
+from octavo.config.sources import resolve_server_options
 from octavo.core.errors import ConfigError
-from octavo.core.server_options import ServerOptions
 
 PREFIX = "server"
 #: Options of the server that decide which requests are accepted.

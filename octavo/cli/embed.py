@@ -2,34 +2,178 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Self
 
-from octavo.cli.engine_flags import add_engine_flags, add_verbose_flag, take_engine_config
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.cli.flags import add_engine_flags, add_verbose_flag, take_engine_config
+from octavo.cli.inputs import TextRow, TextSource, require_pyarrow
 from octavo.cli.parsing import (
     EXIT_FAILED,
     Arguments,
     Parser,
     add_json_flag,
+    check_folder,
     errors_of_the_call,
     json_output,
     write_line,
 )
-from octavo.cli.text_rows import TextRow, TextSource
-from octavo.cli.vector_files import check_output, open_output
 from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
-from octavo.core.pooling_outputs import Pooled, PoolingOutput
-from octavo.core.pooling_params import PoolingParams
+from octavo.core.outputs import Pooled, PoolingOutput, PoolingParams
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import LLMEngine
     from octavo.engine.model_files import ModelFiles
+
+
+# Files of vectors, written row by row while they come: .npy, .jsonl and .parquet.
+
+#: Rows of a group of a Parquet file, which are held until it is full.
+_GROUP = 4096
+#: Bytes of a .npy file before its numbers; of the length that the format wants, a multiple of 64.
+_NPY_HEADER = 128
+
+
+class VectorFile(ABC):
+    """A file that vectors are written to in the order of their texts; what is written is complete once it is left."""
+
+    @abstractmethod
+    def write(self, row: TextRow, vector: NDArray[np.float32], error: str | None) -> None:
+        """Adds the vector float32 [D] of a text, or why there is none."""
+
+    def close(self) -> None:  # noqa: B027
+        """Writes what is missing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class JsonLines(VectorFile):
+    """An object a line: ``index``, ``id`` where the text has one, and ``embedding`` or ``error``."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+
+    def write(self, row: TextRow, vector: NDArray[np.float32], error: str | None) -> None:
+        """See ``VectorFile``."""
+        line: dict[str, Any] = {"index": row.index}
+        if row.id is not None:
+            line["id"] = row.id
+        line |= {"embedding": vector.tolist()} if error is None else {"error": error}
+        self._stream.write(msgspec.json.encode(line) + b"\n")
+        self._stream.flush()  # who reads a pipe gets each as it comes
+
+
+class Npy(VectorFile):
+    """A float32 array [texts, D] in NumPy's format: row i is text i, NaN where it failed."""
+
+    def __init__(self, stream: IO[bytes], dimensions: int) -> None:
+        self._stream, self._dimensions, self._rows = stream, dimensions, 0
+        self._write_header()
+
+    def write(self, row: TextRow, vector: NDArray[np.float32], error: str | None) -> None:
+        """See ``VectorFile``."""
+        if error is not None:
+            vector = np.full(self._dimensions, np.nan, np.float32)
+        self._stream.write(vector.astype("<f4").tobytes())
+        self._rows += 1
+
+    def close(self) -> None:
+        """The number of rows is known now."""
+        self._stream.seek(0)
+        self._write_header()
+
+    def _write_header(self) -> None:
+        shape = f"({self._rows}, {self._dimensions})"
+        text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}"
+        length = _NPY_HEADER - 10
+        self._stream.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", length) + text.ljust(length - 1).encode() + b"\n")
+
+
+class Parquet(VectorFile):
+    """Columns ``index``, ``id`` as text (null: none), ``embedding`` (a list of D float32; null: failed), ``error``."""
+
+    def __init__(self, path: Path, dimensions: int) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        vectors = pa.list_(pa.float32(), dimensions)
+        names = {"index": pa.int64(), "id": pa.string(), "embedding": vectors, "error": pa.string()}
+        self._schema = pa.schema(list(names.items()))
+        self._writer = pq.ParquetWriter(path, self._schema)
+        self._rows: list[tuple[int, str | None, NDArray[np.float32] | None, str | None]] = []
+
+    def write(self, row: TextRow, vector: NDArray[np.float32], error: str | None) -> None:
+        """See ``VectorFile``."""
+        name = None if row.id is None else row.id if isinstance(row.id, str) else msgspec.json.encode(row.id).decode()
+        self._rows.append((row.index, name, vector if error is None else None, error))
+        if len(self._rows) == _GROUP:
+            self._flush()
+
+    def close(self) -> None:
+        """See ``VectorFile``."""
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        if self._rows:
+            columns = zip(*self._rows, strict=True)
+            arrays = [pa.array(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
+            self._writer.write_table(pa.table(arrays, schema=self._schema))
+            self._rows.clear()
+
+
+def check_output(path: Path | None, read: str | None) -> None:
+    """Refuses an output that cannot be written, before a model is loaded for it; ``read``: the file of the texts.
+
+    Raises:
+        ConfigError: its suffix says no format, its folder does not exist, it is the file that is read, or pyarrow is
+            needed and not installed.
+    """
+    if path is None:
+        return
+    if read not in (None, "-") and path.exists() and path.samefile(read):
+        raise ConfigError(f"--output {path} is the file of the texts, which it would replace while it is read")
+    if path.suffix not in (".npy", ".jsonl", ".ndjson", ".parquet"):
+        raise ConfigError(f"--output {path}: the name must end in .npy, .jsonl or .parquet")
+    check_folder(path, "--output")
+    if path.suffix == ".parquet":
+        require_pyarrow(str(path))
+
+
+def open_output(path: Path | None, dimensions: int, stack: ExitStack) -> VectorFile:
+    """The file for vectors of ``dimensions`` numbers, closed by the stack; JSON lines on standard output without one.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path is None:
+        return stack.enter_context(JsonLines(sys.stdout.buffer))
+    try:
+        if path.suffix == ".parquet":
+            return stack.enter_context(Parquet(path, dimensions))
+        stream = stack.enter_context(path.open("wb"))
+    except OSError as e:
+        raise ConfigError(f"cannot write --output {path}: {e.strerror or e}") from None
+    file = Npy(stream, dimensions) if path.suffix == ".npy" else JsonLines(stream)
+    return stack.enter_context(file)
+
 
 #: Most texts, and most characters of them, that are in the engine or wait for their turn to be written.
 WINDOW_TEXTS = 1024
@@ -112,9 +256,9 @@ def run(arguments: Arguments) -> int:
     with ExitStack() as stack:
         json_out = stack.enter_context(json_output(arguments))
         total, start = source.count(), time.monotonic()
+        from octavo.engine.llm import Progress
         from octavo.engine.llm_engine import LLMEngine
         from octavo.engine.model_files import find_files
-        from octavo.engine.progress import Progress
 
         files = find_files(config)
         figures = Figures(dimensions=_check(files, params, arguments.prompt_name))
@@ -175,7 +319,7 @@ def embed(
 
     Rows are taken from ``rows`` as others end, so that a bounded number of them is held.
     """
-    from octavo.engine.prompt_lists import refused
+    from octavo.engine.llm import refused
 
     waiting: deque[TextRow] = deque()
     outputs: dict[str, Any] = {}

@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli.engine_flags import add_engine_flags, add_lora_flag, add_verbose_flag, read_lora, take_engine_config
-from octavo.cli.image_files import check_image_files, read_images
+from octavo.cli.flags import SAMPLING_PREFIX as PREFIX
+from octavo.cli.flags import (
+    add_beam_flags,
+    add_engine_flags,
+    add_lora_flag,
+    add_sampling_flags,
+    add_verbose_flag,
+    number,
+    read_lora,
+    take_engine_config,
+)
+from octavo.cli.inputs import Job, check_image_files, for_output, read_images, read_jobs
 from octavo.cli.parsing import (
     EXIT_FAILED,
     Arguments,
@@ -20,12 +30,9 @@ from octavo.cli.parsing import (
     json_output,
     write_line,
 )
-from octavo.cli.prompt_files import Job, read_jobs
-from octavo.cli.sampling_flags import PREFIX, add_beam_flags, add_sampling_flags, number
-from octavo.cli.terminal_text import for_output
 from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
 from octavo.core.outputs import RequestMetrics, RequestOutput
-from octavo.core.request_options import RequestOptions
+from octavo.core.request import RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, RequestOutputKind, SamplingParams, defaults_beside
 
 if TYPE_CHECKING:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import platform
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -13,15 +16,102 @@ from typing import Any
 import msgspec
 
 from octavo import __version__
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config, take_model
-from octavo.cli.machine import cpu_name, gpu_driver, instruction_sets, usable_cores
+from octavo.cli.flags import add_engine_flags, read_engine_config, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, write_json
-from octavo.core.config import EngineConfig
-from octavo.core.config_sources import configured_model
+from octavo.config.engine_config import EngineConfig
+from octavo.config.sources import configured_model
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
 from octavo.core.sampling_params import describe_sampling, sampling_in_effect
 from octavo.loader.builtin import BUILTIN
+
+# Facts about the machine: processor, instruction sets, cores, GPU driver.
+
+#: Instruction sets that matter for kernels, by their names in /proc/cpuinfo (x86, then Arm).
+INSTRUCTION_SETS = (
+    "sse4_2",
+    "avx",
+    "f16c",
+    "fma",
+    "avx2",
+    "avx_vnni",
+    "avx512f",
+    "avx512bw",
+    "avx512dq",
+    "avx512vl",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_int8",
+    "amx_bf16",
+    "asimd",
+    "asimdhp",
+    "asimddp",
+    "i8mm",
+    "bf16",
+    "sve",
+    "sve2",
+)
+_MACOS = {
+    "asimd": "AdvSIMD",
+    "asimdhp": "FEAT_FP16",
+    "asimddp": "FEAT_DotProd",
+    "i8mm": "FEAT_I8MM",
+    "bf16": "FEAT_BF16",
+}
+
+
+def cpu_name() -> str:
+    """The processor's model name; the architecture if that is unknown."""
+    if sys.platform == "darwin":
+        return _sysctl("machdep.cpu.brand_string") or platform.machine()
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+
+
+def instruction_sets() -> list[str]:
+    """The ``INSTRUCTION_SETS`` of this processor."""
+    if sys.platform == "darwin":
+        return [ours for ours, theirs in _MACOS.items() if _sysctl(f"hw.optional.arm.{theirs}") == "1"]
+    info = _cpuinfo()
+    flags = set((info.get("flags") or info.get("Features") or "").split())
+    return [name for name in INSTRUCTION_SETS if name in flags]
+
+
+def usable_cores() -> int:
+    """Logical cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def gpu_driver() -> str | None:
+    """Version of the NVIDIA driver, or None."""
+    return _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).partition("\n")[0] or None
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The entries of the first processor in /proc/cpuinfo."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _sysctl(name: str) -> str:
+    return _output_of(["sysctl", "-n", name])
+
+
+def _output_of(command: list[str]) -> str:
+    """The output of a program; empty if it is missing or fails."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""
+
 
 EXAMPLE = """\
 examples:
@@ -84,7 +174,7 @@ def machine_facts(options: EngineConfig) -> dict[str, Any]:
     import psutil
 
     from octavo.kernels import load_kernels, num_gpus, resolve_device
-    from octavo.loader.model_cache import cache_dir
+    from octavo.loader.files import cache_dir
     from octavo.runner.memory import available_memory, memory_limits
 
     kernels = load_kernels(options.kernels, resolve_device(options.device), deterministic=options.deterministic)
@@ -151,7 +241,7 @@ def gpu_facts() -> list[dict[str, Any]]:
 
     if not num_gpus():
         return []
-    from octavo.kernels.torch_limits import describe_gpus
+    from octavo.kernels.torch_backend import describe_gpus
 
     return describe_gpus()
 
@@ -162,7 +252,7 @@ def cuda_version() -> str | None:
 
     if not num_gpus():
         return None
-    from octavo.kernels.torch_limits import cuda_version
+    from octavo.kernels.torch_backend import cuda_version
 
     return cuda_version()
 
@@ -177,7 +267,7 @@ def limit_facts() -> dict[str, Any]:
 
     measured = []
     if count := num_gpus():
-        from octavo.kernels.torch_limits import measure_device
+        from octavo.kernels.torch_backend import measure_device
 
         measured = [measure_device(f"cuda:{i}") for i in range(count)]
     facts = {} if measured and find_spec("octavo._cpu") is None else _cpu_limit_facts()
@@ -194,7 +284,7 @@ def limit_facts() -> dict[str, Any]:
 
 
 def _cpu_limit_facts() -> dict[str, Any]:
-    from octavo.kernels.cpu_limits import measure_cpu
+    from octavo.kernels.cpu.array import measure_cpu
 
     try:
         limits = measure_cpu()
@@ -217,12 +307,12 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
     Raises:
         OctavoError: the model is unknown, cannot be downloaded, or is not supported.
     """
-    from octavo.core.kv_spec import group_layers
-    from octavo.core.model_tasks import model_tasks
-    from octavo.loader.gguf_parts import split_paths
+    from octavo.config.kv_spec import group_layers
+    from octavo.core.model_config import model_tasks
+    from octavo.loader.files import split_paths
     from octavo.loader.resolve import gguf_source, resolve_model
     from octavo.models.config_files import read_model_config
-    from octavo.models.sizes import build_without_weights, kv_bytes_per_token, num_active_parameters, num_parameters
+    from octavo.models.network import build_without_weights, kv_bytes_per_token, num_active_parameters, num_parameters
 
     folder = resolve_model(options.model, revision=options.revision)
     config, gguf = read_model_config(folder), gguf_source(options.model)
@@ -332,8 +422,8 @@ def check_facts(options: EngineConfig) -> dict[str, Any]:
     Raises:
         OctavoError: the model is unknown, cannot be downloaded, or is not supported.
     """
-    from octavo.loader.checkpoint_check import check_model
     from octavo.loader.resolve import gguf_source, resolve_model
+    from octavo.loader.weights import check_model
     from octavo.models.config_files import read_model_config
 
     folder = resolve_model(options.model, revision=options.revision)

@@ -7,7 +7,7 @@ from typing import Any
 from octavo.cli.info import readable_size
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, refuse_words, write_json
 from octavo.loader.builtin import BUILTIN
-from octavo.loader.model_cache import CachedModel, cache_dir, cached_models
+from octavo.loader.files import CachedModel, cache_dir, cached_models
 
 EXAMPLE = """\
 examples:

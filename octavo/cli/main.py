@@ -20,8 +20,8 @@ from octavo.core.errors import (
     UnsupportedModelError,
     WeightError,
     as_memory_error,
+    did_you_mean,
 )
-from octavo.core.near_names import did_you_mean
 
 #: Exit codes as of shells, for a program ended by a closed pipe or Ctrl-C.
 EXIT_BROKEN_PIPE = 141
@@ -177,8 +177,7 @@ def _help(words: list[str]) -> int:
 def _run_words(argv: list[str]) -> list[str]:
     """What ``octavo run MODEL [PROMPT]`` of other programs is: a conversation, or the answer to one prompt."""
     from octavo.cli.chat import make_parser as chat_parser
-    from octavo.cli.other_names import own_flags
-    from octavo.cli.parsing import asks_for_help
+    from octavo.cli.parsing import asks_for_help, own_flags
 
     parser = chat_parser()
     if asks_for_help(argv):

@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 from octavo.cli.embed import add_truncate_flag, make_source, read_truncate
-from octavo.cli.engine_flags import add_engine_flags, add_verbose_flag, take_engine_config
+from octavo.cli.flags import add_engine_flags, add_verbose_flag, take_engine_config
+from octavo.cli.inputs import for_output
 from octavo.cli.parsing import (
     EXIT_FAILED,
     Arguments,
@@ -18,9 +19,7 @@ from octavo.cli.parsing import (
     json_output,
     write_line,
 )
-from octavo.cli.terminal_text import for_output
-from octavo.core.pooling_outputs import ScoringOutput
-from octavo.core.pooling_params import PoolingParams
+from octavo.core.outputs import PoolingParams, ScoringOutput
 
 EXAMPLE = """\
 examples:

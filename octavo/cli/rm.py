@@ -5,9 +5,8 @@ from __future__ import annotations
 from octavo.cli.info import readable_size
 from octavo.cli.list import as_json
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, json_output, write_line
-from octavo.core.errors import ConfigError, ModelNotFoundError
-from octavo.core.near_names import did_you_mean
-from octavo.loader.model_cache import CachedModel, cached_models, remove
+from octavo.core.errors import ConfigError, ModelNotFoundError, did_you_mean
+from octavo.loader.files import CachedModel, cached_models, remove
 
 EXAMPLE = """\
 examples:

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     # Otherwise the first model of pydantic reads the entry points of all packages that are installed.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     if PROFILE_FLAG in argv:
-        from octavo.core.startup_profile import measure_imports
+        from octavo.process.startup import measure_imports
 
         measure_imports()
     process = None
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         from octavo.engine.core_start import CoreProcess
 
         process = CoreProcess()
-    from octavo.core.startup_profile import phase
+    from octavo.process.startup import phase
 
     try:
         with phase("flags"):
@@ -92,8 +92,8 @@ def _end_start(number: int, frame: FrameType | None) -> None:
 
 def make_parser() -> Parser:
     """The command's parser."""
-    from octavo.cli.engine_flags import add_engine_flags, add_option_flags
-    from octavo.core.server_options import ServerOptions
+    from octavo.cli.flags import add_engine_flags, add_option_flags
+    from octavo.config.server_options import ServerOptions
 
     parser = Parser(
         prog="octavo serve",
@@ -115,14 +115,14 @@ def run(arguments: Arguments, process: CoreProcess | None = None) -> int:
 
     ``process``: the core's, if it was started ahead.
     """
-    from octavo.cli.engine_flags import read_engine_config, take_model
-    from octavo.core.config_sources import resolve_server_options
-    from octavo.core.startup_profile import phase
+    from octavo.cli.flags import read_engine_config, take_model
+    from octavo.config.sources import resolve_server_options
+    from octavo.process.startup import phase
 
     with phase("options"):
         options = resolve_server_options(arguments.group(PREFIX), config_file=arguments.config)
         config = read_engine_config(arguments, take_model(arguments))
     with phase("imports of the server's start"):
-        from octavo.server.serve_app import serve
+        from octavo.server.serve import serve
 
     return serve(config, options, process, profiles=arguments.profile_startup)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser
 from octavo.core.errors import ConfigError
+from octavo.core.stats import BlockMap, BlockState, Change, EngineEvent, EngineView, GroupRow, StepRecord
 
 if TYPE_CHECKING:
     import httpx
 
-    from octavo.core.engine_view import EngineEvent
 
 EXAMPLE = """\
 examples:
@@ -50,8 +55,6 @@ def run(arguments: Arguments) -> int:
     """Shows views until Ctrl-C or the end of the server; 1 if it could not be reached, or was lost."""
     from rich.console import Console
     from rich.live import Live
-
-    from octavo.cli.top_view import StepHistory, render
 
     if len(arguments.words) > 1:
         raise ConfigError(f"octavo top takes one URL, not {len(arguments.words)}")
@@ -112,9 +115,162 @@ def _message(response: httpx.Response) -> str:
 def _decoded(response: httpx.Response) -> Iterator[EngineEvent]:
     import msgspec
 
-    from octavo.core.engine_view import EngineEvent
+    from octavo.core.stats import EngineEvent
 
     decoder = msgspec.json.Decoder(EngineEvent)
     for line in response.iter_lines():
         if line.startswith("data: "):
             yield decoder.decode(line.removeprefix("data: "))
+
+
+# An event of an engine as text for a terminal; needs ``rich``.
+
+_STYLES = {
+    BlockState.FREE: "bright_black",
+    BlockState.CACHED: "cyan",
+    BlockState.USED: "green",
+    BlockState.SHARED: "magenta",
+    BlockState.PINNED: "yellow",
+}
+_SPARKS = "▁▂▃▄▅▆▇█"
+#: Cells of the map, at most, in lines; groups, changes and adapters that are listed.
+_MAP_LINES, _GROUPS, _CHANGES, _ADAPTERS = 6, 12, 6, 8
+#: Columns of a terminal that has room for whole ids; in others one has at most so many characters.
+_WIDE, _SHORT = 140, 20
+
+
+class StepHistory:
+    """The last steps and changes of each replica, over the events so far."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, deque[StepRecord]] = {}
+        #: Each with the ids of the requests of its view.
+        self.changes: dict[int, deque[tuple[Change, dict[int, str]]]] = {}
+
+    def add(self, event: EngineEvent) -> None:
+        """Takes an event."""
+        if event.whole:
+            self.steps.clear()
+        for view in event.views:
+            self.steps.setdefault(view.replica, deque(maxlen=1000)).extend(view.steps)
+            self.changes.setdefault(view.replica, deque(maxlen=_CHANGES)).extend(
+                (change, view.request_ids) for change in view.changes
+            )
+
+
+def render(event: EngineEvent, history: StepHistory, width: int) -> RenderableType:
+    """What a terminal of this many columns shows of an event."""
+    parts: list[RenderableType] = []
+    if len(event.replicas) > 1 or any(row.status != "ready" for row in event.replicas):
+        rows = ", ".join(f"{row.number} {row.status} ({row.open_requests} requests)" for row in event.replicas)
+        parts.append(Text(f"engine cores: {rows}"))
+    for view in event.views:
+        steps = history.steps.get(view.replica, deque())
+        parts += [_headline(view, steps), *(_map(shown, width) for shown in view.blocks if _is_shown(shown))]
+        parts += [_sparks("tokens ", [s.prefill_tokens + s.decode_tokens for s in steps], width)]
+        parts += [_sparks("ms     ", [1e3 * s.seconds for s in steps], width), _queues(view, width)]
+        parts += [Text(_adapters(view))] if view.adapters else []
+        changes = history.changes.get(view.replica, ())
+        parts += [Text(_words(change, ids, width), style="dim") for change, ids in changes]
+    return Group(*(parts or [Text("no engine core answers")]))
+
+
+def _is_shown(shown: BlockMap) -> bool:
+    return not shown.on_host or shown.counts[BlockState.FREE] < shown.num_blocks
+
+
+def _headline(view: EngineView, steps: deque[StepRecord]) -> Text:
+    state = view.state
+    hits = f"{state.prefix_hit_tokens / state.prefix_queried_tokens:.0%}" if state.prefix_queried_tokens else "-"
+    words = [
+        f"replica {view.replica}",
+        f"step {state.steps}",
+        f"{state.num_running} running, {state.num_waiting} waiting, {state.num_swapped} swapped",
+        f"{_rate(steps):.1f} output tokens/s",
+        f"KV cache {state.kv_cache_usage:.0%}",
+        f"prefix hits {hits}",
+        f"preempted {state.preemptions_by_recompute} + {state.preemptions_by_swap}",
+    ]
+    if state.speculation is not None and state.speculation.draft_tokens:
+        words.append(f"drafts accepted {state.speculation.accepted_tokens / state.speculation.draft_tokens:.0%}")
+    if state.adapters is not None:
+        words.append(f"adapters in slots {state.adapters.in_slots}")
+    return Text(" · ".join(words), style="bold")
+
+
+def _rate(steps: deque[StepRecord], seconds: float = 5.0) -> float:
+    """Tokens of decodes a second in the last seconds of steps."""
+    last = [step for step in steps if step.at > steps[-1].at - seconds]
+    if not last:
+        return 0.0
+    time = last[-1].at - (last[0].at - last[0].seconds)
+    return sum(step.decode_tokens for step in last) / time if time > 0 else 0.0
+
+
+def _map(shown: BlockMap, width: int) -> Text:
+    """A cell for so many blocks that the map fits: the state that most of them have."""
+    states = _states(shown)
+    cells = max(1, width) * _MAP_LINES
+    each = max(1, -(-len(states) // cells))
+    where = "host" if shown.on_host else "device" if not shown.group else f"device, KV group {shown.group}"
+    counts = ", ".join(f"{count} {BlockState(i).name.lower()}" for i, count in enumerate(shown.counts) if count)
+    text = Text(f"{where}: {shown.num_blocks} blocks: {counts}" + (f" (a cell is {each})" if each > 1 else "") + "\n")
+    for start in range(0, len(states), each):
+        part = states[start : start + each]
+        state = max(set(part), key=lambda one: (part.count(one), one))
+        text.append("·" if state is BlockState.FREE else "■", style=_STYLES[state])
+    return text
+
+
+def _states(shown: BlockMap) -> list[BlockState]:
+    """The state of each block; of bins, as if equal ones stood together."""
+    if shown.bins:
+        return [BlockState(i) for counts in shown.bins for i, count in enumerate(counts) for _ in range(count)]
+    return [BlockState(run.state) for run in shown.runs for _ in range(run.count)]
+
+
+def _sparks(name: str, values: list[float] | list[int], width: int) -> Text:
+    values = values[-max(1, width - len(name) - 14) :]
+    most = max(values, default=0)
+    bars = "".join(_SPARKS[min(7, int(8 * value / most))] if most else _SPARKS[0] for value in values)
+    return Text(f"{name}{bars} ≤ {most:.4g}")
+
+
+def _name(group_id: int, ids: dict[int, str], width: int) -> str:
+    """The id by which clients know a request, in short where the terminal is narrow; else the engine's number."""
+    name = ids.get(group_id, str(group_id))
+    return name if width >= _WIDE or len(name) <= _SHORT else f"{name[:13]}…{name[-6:]}"
+
+
+def _queues(view: EngineView, width: int) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("request", "state", "prompt", "output", "computed", "age", "preempted"):
+        table.add_column(title, justify="left" if title in ("state", "preempted") else "right")
+    for row in view.groups[:_GROUPS]:
+        name = _name(row.group_id, view.request_ids, width) + (f" x {row.num_seqs}" if row.num_seqs > 1 else "")
+        counts = (str(count) for count in (row.prompt_tokens, row.output_tokens, row.computed_tokens))
+        table.add_row(name, row.status, *counts, f"{row.age:.1f} s", _preempted(row, view.request_ids, width))
+    left = len(view.groups) - _GROUPS
+    return Group(table, Text(f"and {left} more", style="dim")) if left > 0 else table
+
+
+def _adapters(view: EngineView) -> str:
+    shown = view.adapters[:_ADAPTERS]
+    words = [f"{' = '.join(one.names) or one.key[:12]} ({one.num_running} running)" for one in shown]
+    all_ = view.state.adapters.in_slots if view.state.adapters is not None else len(view.adapters)
+    more = f" and {all_ - len(shown)} more" if all_ > len(shown) else ""
+    return f"adapters: {', '.join(words)}{more}"
+
+
+def _preempted(row: GroupRow, ids: dict[int, str], width: int) -> str:
+    parts = [f"{row.recomputes} recomputed ({row.recomputed_tokens} tokens)"] if row.recomputes else []
+    parts += [f"{row.swaps} swapped ({row.swapped_blocks} blocks)"] if row.swaps else []
+    if parts and row.preempted_for is not None:
+        parts.append(f"for {_name(row.preempted_for, ids, width)}")
+    return ", ".join(parts)
+
+
+def _words(change: Change, ids: dict[int, str], width: int) -> str:
+    group = "" if change.group_id < 0 else f" of request {_name(change.group_id, ids, width)}"
+    cost = f", cost {change.cost}" if change.cost else ""
+    return f"step {change.step}: {change.kind}{group} {' '.join(map(str, change.blocks[:8]))}{cost}"

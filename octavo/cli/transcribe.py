@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.cli.engine_flags import add_engine_flags, add_verbose_flag, apply_verbosity, read_engine_config
+from octavo.cli.flags import add_engine_flags, add_verbose_flag, apply_verbosity, read_engine_config
+from octavo.cli.inputs import for_output
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, write_json
-from octavo.cli.terminal_text import for_output
-from octavo.core.config_sources import configured_model
+from octavo.config.sources import configured_model
 from octavo.core.errors import ConfigError, InvalidRequestError
 
 if TYPE_CHECKING:
     from octavo.speech.segments import Transcription
-    from octavo.speech.transcription_params import TranscriptionParams
+    from octavo.speech.transcription import TranscriptionParams
 
 #: What is taken where nothing names a model.
 DEFAULT_MODEL = "whisper-tiny.en"
@@ -83,11 +83,11 @@ def run(arguments: Arguments) -> int:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise ConfigError(f"--output-dir {folder} cannot be made: {e.strerror}") from None
+    from octavo.engine.llm import TranscriptionCalls
     from octavo.engine.llm_engine import LLMEngine
     from octavo.engine.model_files import find_files
-    from octavo.engine.speech_requests import check_hears
-    from octavo.engine.transcription_calls import TranscriptionCalls
-    from octavo.speech.formats import FORMATS
+    from octavo.engine.transcription import check_hears
+    from octavo.speech.transcription import FORMATS
 
     class Engine(LLMEngine, TranscriptionCalls):
         """One that takes recordings."""
@@ -147,7 +147,7 @@ def _params(arguments: Arguments) -> TranscriptionParams:
     Raises:
         ConfigError: one is wrong.
     """
-    from octavo.speech.transcription_params import TranscriptionParams
+    from octavo.speech.transcription import TranscriptionParams
 
     if arguments.word_timestamps and arguments.format != "verbose_json":
         raise ConfigError(f"--word-timestamps needs --format verbose_json: {arguments.format} has no times of words")

@@ -36,7 +36,7 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Serves the page until Ctrl-C."""
-    from octavo.core.recordings import read_recording
+    from octavo.core.stats import read_recording
 
     if len(arguments.words) != 1:
         raise ConfigError(f"octavo view shows one file, not {len(arguments.words)}: octavo view FILE")
@@ -77,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """A request."""
-        from octavo.server.ui_files import HEADERS, answer, find_file, for_recordings
+        from octavo.server.page import HEADERS, answer, find_file, for_recordings
 
         path = self.path.partition("?")[0]
         # A page of another address whose name was made to lead here must not read it.

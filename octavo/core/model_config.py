@@ -5,12 +5,54 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from octavo.core.encoder_input import EncoderFacts
-from octavo.core.image_input import ImageFacts
-from octavo.core.pooler_config import PoolerConfig
+import msgspec
+
+from octavo.core.errors import ConfigError
+from octavo.core.outputs import PoolerConfig
 
 #: Scalings of the rotary embedding that can be computed.
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
+
+
+@dataclass(frozen=True)
+class EncoderFacts:
+    """What an encoder-decoder model says of its encoder's input, and of how its decoder begins."""
+
+    #: Positions of the longest input; None: its encoder sets no limit.
+    max_tokens: int | None
+    #: First tokens of the decoder: every prompt of it begins with the first of them.
+    decoder_start_ids: tuple[int, ...]
+    #: Tokens that the answer begins with in any case; they count as generated where a beam search scores lengths.
+    forced_ids: tuple[int, ...] = ()
+    #: Numbers of each row of the prepared input, float32; None: the rows are token ids.
+    feature_width: int | None = None
+    #: Of sound: samples a second, those of the longest input, and the positions of every input; 0: none is taken.
+    audio_rate: int = 0
+    audio_samples: int = 0
+    audio_tokens: int = 0
+
+    @property
+    def takes_audio(self) -> bool:
+        """Whether its input is sound, and not text."""
+        return self.audio_rate > 0
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """What a model that sees images says of them."""
+
+    #: Which ``ImageProcessor`` (``octavo/images/``) makes pixels and placeholders.
+    family: Literal["llava", "idefics3", "gemma3", "qwen2_5_vl"]
+    #: The token that stands for each feature in a prompt.
+    token_id: int
+    #: Tokens of an image that see each other in both directions, so that one step computes all of them; 0: a chunk of
+    #: the prompt may end anywhere.
+    whole: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one step computes all tokens of an image."""
+        return self.whole > 0
 
 
 @dataclass(frozen=True)
@@ -138,3 +180,80 @@ class ModelConfig:
     def feed_forward_width(self) -> int:
         """Numbers of a token in the activations of a layer's feed-forward network: its inner values three times."""
         return 3 * self.intermediate_size
+
+
+# What a model can be asked for.
+
+#: By what the network makes of hidden states. "score" of a network without class scores compares two vectors.
+_BY_HEAD: dict[str, tuple[str, ...]] = {
+    "lm": ("generate", "embed", "token_embed"),
+    "none": ("embed", "token_embed", "score"),
+    "sequence": ("classify",),
+    "token": ("token_classify",),
+}
+#: What the option ``task`` leaves of the tasks of a language model.
+_OF_LANGUAGE_MODELS: dict[str, tuple[str, ...]] = {
+    "generate": ("generate",),
+    "embed": ("embed", "token_embed", "score"),
+    "score": ("score",),
+}
+
+
+def model_tasks(config: ModelConfig, task: str = "auto") -> tuple[str, ...]:
+    """The tasks of a model: "generate", "transcribe" and those of ``PoolingTask``. ``task`` is the option of this name.
+
+    Raises:
+        ConfigError: the model cannot be used for the task.
+    """
+    if config.encoder_facts is not None:
+        tasks: tuple[str, ...] = ("transcribe",) if config.encoder_facts.takes_audio else ("generate",)
+    elif config.head == "lm" and config.pooler.is_from_files:  # a language model that was trained for vectors
+        tasks = ("embed", "token_embed", "score", "generate")
+    else:
+        tasks = _BY_HEAD[config.head]
+    if config.head == "sequence" and len(config.labels) == 1:
+        tasks = ("classify", "score")
+    if task == "auto":
+        return tasks
+    if config.head == "lm" and config.encoder_facts is None and task in _OF_LANGUAGE_MODELS:
+        return _OF_LANGUAGE_MODELS[task]
+    if task not in tasks:
+        raise ConfigError(f"task {task!r} is nothing that {config.architecture} does; it does: {', '.join(tasks)}")
+    return tasks
+
+
+# How models mark what they think before they answer.
+
+
+class ReasoningMarks(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The texts between which an output has its reasoning."""
+
+    start: str
+    end: str
+    #: Whether the model begins with reasoning although neither it nor its template writes the start.
+    begins_inside: bool = False
+    #: Whether the output begins within reasoning; None: as the end of the prompt says.
+    inside: bool | None = None
+    #: Texts that end reasoning which was not closed before them, and are the beginning of what follows it.
+    interrupts: tuple[str, ...] = ()
+
+    def opened_by(self, prompt: str) -> bool:
+        """Whether the answer to a prompt begins within reasoning."""
+        if self.inside is not None:
+            return self.inside
+        prompt = prompt.rstrip()
+        return prompt.endswith(self.start) or (self.begins_inside and not prompt.endswith(self.end))
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """``SamplingParams.thinking_token_budget`` in tokens of one model."""
+
+    #: Most tokens of reasoning.
+    most: int
+    #: The tokens that begin it, and the one that ends it.
+    start: list[int]
+    end: int
+    #: Whether the output begins within it.
+    inside: bool
+    #: Tokens that end it too, though they do not belong to it.
+    interrupts: list[int] = []

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar, get_args
+
+import msgspec
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.sampling_params import check_integer
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(slots=True)
@@ -159,3 +169,213 @@ class RequestOutput:
             prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
             attention_weights=self.attention_weights or later.attention_weights,
         )
+
+
+# Parameters of requests that ask for vectors or scores.
+
+#: What is computed of a prompt's hidden states: one vector (embed), one row of class scores (classify, score: of one
+#: class), or a row for each token (token_embed, token_classify).
+PoolingTask = Literal["embed", "classify", "score", "token_embed", "token_classify"]
+POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
+
+
+class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Parameters of one request for a vector or scores; with the names of other engines.
+
+    >>> PoolingParams(dimensions=128)
+
+    Raises:
+        InvalidRequestError: a value is out of range or of the wrong type.
+    """
+
+    #: Most tokens of the prompt, special tokens included; what is beyond is cut off at its end. -1: as many as the
+    #: model takes. None: a longer prompt is refused.
+    truncate_prompt_tokens: int | None = None
+    #: Numbers of a vector, of a model that was trained so that the first ones alone are a vector (Matryoshka, Kusupati
+    #: et al. 2022). None: all.
+    dimensions: int | None = None
+    #: Whether vectors get length 1, and class scores become probabilities (sigmoid or softmax). None: as the model has
+    #: it.
+    use_activation: bool | None = None
+    #: None: what the method that takes the parameters is for.
+    task: PoolingTask | None = None
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Checks every field.
+
+        Raises:
+            InvalidRequestError: naming the field, its value and what would be right.
+        """
+        if self.truncate_prompt_tokens is not None:
+            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None)
+            if self.truncate_prompt_tokens == 0:
+                raise InvalidRequestError("truncate_prompt_tokens must be at least 1, or -1, not 0")
+        if self.dimensions is not None:
+            check_integer("dimensions", self.dimensions, 1, None)
+        if self.use_activation is not None and not isinstance(self.use_activation, bool):
+            raise InvalidRequestError(f"use_activation must be True, False or None, not {self.use_activation!r}")
+        if self.task is not None and self.task not in POOLING_TASKS:
+            raise InvalidRequestError(f"task must be one of {', '.join(POOLING_TASKS)}, not {self.task!r}")
+
+
+# Outputs of requests for vectors and scores.
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What was computed of one prompt."""
+
+    #: float32: a vector [D], class scores [labels], or a row for each token [tokens, D]. Empty if it failed.
+    data: np.ndarray
+    #: Why it failed, if it did.
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt."""
+
+    embedding: list[float]
+    error: str | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of the vector."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """The class scores of one prompt."""
+
+    probs: list[float]
+    error: str | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """Classes of the model."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts fit."""
+
+    score: float
+    error: str | None = None
+
+
+Result = TypeVar("Result", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+Other = TypeVar("Other", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[Result]):
+    """The output of a request; ``outputs`` is of the kind that the method which gives it says."""
+
+    request_id: str
+    outputs: Result
+    prompt: str | None
+    prompt_token_ids: list[int]
+    metrics: RequestMetrics
+    finished: bool = True
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV entries were found instead of computed."""
+        return self.metrics.num_cached_tokens
+
+    def with_result(self, result: Other) -> PoolingRequestOutput[Other]:
+        """The same request's output with what a method makes of the result."""
+        return PoolingRequestOutput(
+            self.request_id, result, self.prompt, self.prompt_token_ids, self.metrics, self.finished
+        )
+
+
+#: As the engine gives it.
+Pooled: TypeAlias = PoolingRequestOutput[PoolingOutput]
+
+
+# How a model makes vectors and scores of hidden states: what its files say.
+
+#: Which of a text's hidden states make its vector: that of the first token, their mean, that of the last token, the
+#: largest of each dimension, their mean by position (weight of the i-th: i), their sum divided by the square root of
+#: their number.
+PoolingKind = Literal["cls", "mean", "last", "max", "weighted_mean", "sqrt_mean"]
+#: What follows a dense layer, or makes class scores probabilities.
+PoolerActivation = Literal[
+    "identity",
+    "tanh",
+    "relu",
+    "gelu",
+    "sigmoid",
+    "softmax",
+    "silu",
+    "mish",
+    "leaky_relu",
+    "elu",
+    "celu",
+    "selu",
+    "relu6",
+    "hardtanh",
+    "hardswish",
+    "hardsigmoid",
+    "softplus",
+    "softsign",
+    "log_sigmoid",
+    "tanhshrink",
+    "softshrink",
+    "hardshrink",
+    "softmin",
+]
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """A matrix that a vector is multiplied with after pooling, as sentence-transformers stores it."""
+
+    #: Folder of its weights (``linear.weight`` [outputs, inputs], ``linear.bias``), relative to the model's.
+    folder: str
+    inputs: int
+    outputs: int
+    bias: bool = True
+    activation: PoolerActivation = "tanh"
+    #: Whether its input is added to its result; where sizes differ, its product with ``residual.weight`` is.
+    residual: bool = False
+    #: Whether its input gets length 1 first.
+    normalizes: bool = False
+
+
+@dataclass(frozen=True)
+class PoolerConfig:
+    """Pooling of one model, and what its prompts have around them."""
+
+    kind: PoolingKind = "mean"
+    #: Whether vectors get length 1.
+    normalize: bool = True
+    #: Applied to the pooled vector, in order.
+    dense: tuple[DenseConfig, ...] = ()
+    #: Whether tokens of a named prompt count among those that are pooled.
+    include_prompt: bool = True
+    #: Texts that are put before an input, by name, such as "query"; and the one that is used where none is named.
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    #: Tokens after which the model's own library cuts texts: as its modules say, or its tokenizer; None: neither does.
+    max_seq_length: int | None = None
+    #: Numbers of a vector that the model was trained for beside all (Matryoshka); None: its files name none, and any
+    #: number up to all may be asked for; empty: none.
+    dimensions: tuple[int, ...] | None = None
+    #: How the model's vectors are compared.
+    similarity: Literal["cosine", "dot", "euclidean", "manhattan"] = "cosine"
+    #: Of class scores: what makes them probabilities.
+    activation: PoolerActivation = "sigmoid"
+    #: Whether its files say so; else it is what is usual for its network.
+    is_from_files: bool = False

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
-from octavo.core.text_files import read_text
-from octavo.engine.message_forms import IMAGE, Images, fit_messages, flat_text, to_parts
-from octavo.engine.template_program import template_variables, written
-from octavo.engine.tool_messages import CallFormat, fit_tools
+from octavo.core.files import read_text
+from octavo.core.model_config import ReasoningMarks
+from octavo.engine.chat_messages import (
+    IMAGE,
+    CallFormat,
+    Images,
+    fit_messages,
+    fit_tools,
+    flat_text,
+    template_variables,
+    to_parts,
+    written,
+)
+from octavo.process.sandbox import Sandbox
+from octavo.process.sandbox_process import SandboxAnswer, SandboxCall
 
 #: Written after a message that is to be continued, to find its end in what the template writes.
 _END = "END_OF_CONTINUED_MESSAGE "
@@ -87,7 +101,7 @@ def render_chat(template: str, messages: Sequence[Mapping[str, Any]], /, **optio
     """Runs a template over messages.
 
     The template gets the messages as they are, null included, as in transformers. Where it would lose or garble them so
-    it gets the nearest form that it takes (``octavo.engine.message_forms``): a text for parts, or parts for a text.
+    it gets the nearest form that it takes (``octavo.engine.chat_messages``): a text for parts, or parts for a text.
     With a ``call_format``, tools, calls and results become text of messages where the template has no place for them.
 
     Args:
@@ -303,3 +317,115 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v, where, depth + 1) for v in value]
     raise InvalidRequestError(f"{where} may hold only JSON values, not {type(value).__name__}")
+
+
+# Chat templates that clients send: read and rendered in the sandbox, as they may take any time and memory.
+
+#: Seconds of processor time that rendering a conversation may take.
+SECONDS = 2.0
+
+
+async def variables_in_sandbox(sandbox: Sandbox, client: str, template: str) -> frozenset[str]:
+    """``template_variables``, in the turn of a client.
+
+    Raises:
+        InvalidRequestError: the template is not valid, or exceeds the limits.
+        ClientLimitError: the client has taken its seconds.
+    """
+    return frozenset(await _call(sandbox, client, "read_variables", {"template": template}))
+
+
+async def render_in_sandbox(
+    sandbox: Sandbox,
+    client: str,
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    fields: Sequence[tuple[int, str]],
+    options: Mapping[str, Any],
+) -> tuple[str, list[bool]]:
+    """``render_and_read``, in the turn of a client.
+
+    Raises:
+        InvalidRequestError: the template is not valid, refuses the conversation, or exceeds the limits.
+        ClientLimitError: the client has taken its seconds.
+    """
+    arguments = {"template": template, "messages": messages, "fields": fields, "options": options}
+    text, read = await _call(sandbox, client, "render", arguments)
+    return text, read
+
+
+async def _call(sandbox: Sandbox, client: str, name: str, arguments: Mapping[str, Any]) -> Any:
+    try:
+        content = json.dumps(arguments, default=dataclasses.asdict).encode()
+    except RecursionError:
+        raise InvalidRequestError("messages must not be nested so deeply") from None
+    call = SandboxCall(f"{__name__}:{name}", content, SECONDS)
+    return await asyncio.wrap_future(sandbox.submit(call, _read, client=client))
+
+
+def _read(answer: SandboxAnswer) -> Any:
+    if answer.failure:
+        reasons = {
+            "time": f"takes more than {SECONDS:g} seconds of processor time",
+            "memory": "takes too much memory",
+            "depth": "is nested too deeply",
+        }
+        raise InvalidRequestError(f"chat_template {reasons.get(answer.failure, f'failed: {answer.details}')}")
+    result = json.loads(answer.content)
+    if "error" in result:
+        raise InvalidRequestError(result["error"])
+    return result["result"]
+
+
+# --- within the sandbox ----------------------------------------------------------------------------------------------
+
+
+def read_variables(content: bytes) -> bytes:
+    """The variables of a template, sorted."""
+    return _answer(lambda arguments: sorted(template_variables(arguments["template"])), content)
+
+
+def render(content: bytes) -> bytes:
+    """What ``render_and_read`` returns."""
+
+    def rendered(arguments: dict[str, Any]) -> tuple[str, list[bool]]:
+        options = arguments["options"]
+        if options.get("call_format") is not None:
+            options["call_format"] = CallFormat(**options["call_format"])
+        return render_and_read(arguments["template"], arguments["messages"], arguments["fields"], options)
+
+    return _answer(rendered, content)
+
+
+def _answer(function: Callable[[dict[str, Any]], Any], content: bytes) -> bytes:
+    try:
+        result = {"result": function(json.loads(content))}
+    except (InvalidRequestError, TokenizerError) as e:
+        result = {"error": str(e)}
+    return json.dumps(result).encode()
+
+
+# How the families of models mark their reasoning, and how the marks of a model are found.
+
+#: By the name that ``--reasoning-parser`` gives.
+REASONING_MARKS = {
+    # Most models; the second without its beginning, as those that it is of begin within it. Some call a tool without
+    # closing their reasoning (Qwen3, Qwen 3.5).
+    "qwen3": ReasoningMarks("<think>", "</think>", interrupts=("<tool_call>",)),
+    "deepseek_r1": ReasoningMarks("<think>", "</think>", begins_inside=True, interrupts=("<tool_call>",)),
+    # Magistral, Ministral 3
+    "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
+    # Gemma 4
+    "gemma": ReasoningMarks("<|channel>thought", "<channel|>"),
+    "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>"),
+    # Granite 3.2, in words
+    "granite": ReasoningMarks("Here is my thought process:", "Here is my response:"),
+}
+
+
+def find_reasoning_marks(template: str) -> str | None:
+    """The name of the marks that a chat template speaks of, if they are known."""
+    think = REASONING_MARKS["qwen3"]
+    if think.end in template and think.start not in template:
+        return "deepseek_r1"  # it takes the reasoning out of earlier answers, and opens none
+    return next((name for name, marks in REASONING_MARKS.items() if marks.start in template), None)

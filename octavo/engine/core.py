@@ -2,36 +2,451 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 import os
 import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from octavo.core.adapters import AdapterRef
-from octavo.core.config import MAX_LOGPROBS_ON_GPU, EngineConfig
-from octavo.core.errors import ConfigError, EngineStateError
-from octavo.core.idle_options import idle_options
-from octavo.core.kv_groups import GroupBlocks, KVLayout
+from octavo.config.engine_config import EngineConfig, idle_options
+from octavo.config.kv_spec import GroupBlocks, KVLayout
+from octavo.config.options import MAX_LOGPROBS_ON_GPU
+from octavo.core.errors import ConfigError, EngineStateError, ModelNotFoundError, SequenceError
 from octavo.core.model_config import ModelConfig
-from octavo.core.preparation import adapter_preparation, limits_of
-from octavo.core.startup import StartupFacts
-from octavo.engine.draft_vocabulary import check_draft_model
-from octavo.engine.step_loop import StepLoop
+from octavo.core.plan import EngineCoreOutputs, GroupOutput, StepPlan, StepResult
+from octavo.core.request import AdapterRef, EngineCoreRequest, SequenceStatus, adapter_preparation, limits_of
+from octavo.core.stats import (
+    MAX_ADAPTER_SLOTS,
+    MAX_CHANGES,
+    MAX_GROUPS,
+    NOBODY,
+    NUM_STEPS,
+    AdapterSlot,
+    Change,
+    EngineView,
+    GroupRow,
+    SchedulerState,
+    StepRecord,
+    StepStats,
+)
 from octavo.executor.executor import Executor
 from octavo.executor.external import without_clock
 from octavo.executor.factory import make_executor
 from octavo.kernels import resolve_device
-from octavo.loader.stored_head import read_config
+from octavo.loader.resolve import resolve_model
+from octavo.loader.weights import read_config
 from octavo.memory.block_manager import BlockManager
-from octavo.models.sizes import build_without_weights, num_parameters
+from octavo.memory.block_map import block_maps
+from octavo.models.config_files import read_model_config
+from octavo.models.network import build_without_weights, num_parameters
+from octavo.process.startup import StartupFacts
+from octavo.scheduler.groups import SequenceGroup
+from octavo.scheduler.isolation import Isolation
 from octavo.scheduler.policies import load_policy
 from octavo.scheduler.preparations import Preparations
 from octavo.scheduler.scheduler import Scheduler
 from octavo.speculation.speculator import make_speculator
+
+if TYPE_CHECKING:
+    from octavo.engine.blame import LastSteps
+    from octavo.engine.tokenizer import Tokenizer
+    from octavo.executor.executor import PendingStep
+
+
+# Refuses a draft model whose tokens are not those of the model, before weights are read.
+
+
+def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) -> None:
+    """Whether the model that ``options.speculative_config`` names, if any, has the vocabulary of the one in ``folder``.
+
+    The tokens must be the same, with the same ids. Rows of the embedding for which there is no token, to which some
+    checkpoints are padded, may be more or fewer; where tokenizers are not there to be compared, they must be as many.
+
+    Raises:
+        ConfigError: it has another vocabulary; the message names the first difference.
+        OctavoError: there is no such model, or it is not supported.
+    """
+    draft = options.speculative_config
+    if draft is None or draft.method != "draft_model":
+        return
+    # The core's process needs it for this alone.
+    from octavo.engine.tokenizer import NoTokenizer, find_tokenizer
+
+    assert draft.model is not None
+    dummy = options.load_format == "dummy"
+    try:
+        draft_folder = resolve_model(draft.model, revision=draft.revision, weights=not dummy)
+    except ModelNotFoundError as e:
+        raise ModelNotFoundError(f"speculative_config: {e}") from None
+    draft_size = read_model_config(draft_folder).vocab_size
+    if draft_folder == folder:
+        return
+    tokenizer = find_tokenizer(options, folder)
+    draft_tokenizer = find_tokenizer(options.model_copy(update={"tokenizer": None}), draft_folder)
+    if isinstance(tokenizer, NoTokenizer) or isinstance(draft_tokenizer, NoTokenizer):
+        difference = None
+        if draft_size != config.vocab_size:
+            difference = f"{draft_size} tokens instead of {config.vocab_size}"
+    else:
+        difference = _difference(tokenizer, draft_tokenizer)
+    if difference is not None:
+        raise ConfigError(
+            f"speculative_config: the draft model {draft.model!r} has another vocabulary than the model "
+            f"{options.model!r}: {difference}; take one of the same family, or method 'ngram' or 'suffix'"
+        )
+
+
+def _difference(model: Tokenizer, drafts: Tokenizer) -> str | None:
+    """The first difference of the drafts' vocabulary from the model's own one."""
+    model_tokens, draft_tokens = (
+        {token_id: text for text, token_id in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
+        for tokenizer in (model, drafts)
+    )
+    for token_id in sorted(model_tokens.keys() & draft_tokens.keys()):
+        if model_tokens[token_id] != draft_tokens[token_id]:
+            return f"token {token_id} is {draft_tokens[token_id]!r} instead of {model_tokens[token_id]!r}"
+    if len(model_tokens) != len(draft_tokens):
+        return f"{len(draft_tokens)} tokens instead of {len(model_tokens)}"
+    missing = min(model_tokens.keys() ^ draft_tokens.keys(), default=None)
+    return None if missing is None else f"token {missing} is in one of them alone"
+
+
+# The step loop: plans of the scheduler go to the executor, and their results back; statistics of each step.
+
+T = TypeVar("T")
+
+#: The state of the scheduler after a step: the first fields of ``StepStats``, in their order.
+_state_of = operator.attrgetter(*SchedulerState.__struct_fields__)
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds summed over steps, by where they were spent."""
+
+    steps: int = 0
+    #: In the step loop: schedule, wait, update.
+    total: float = 0.0
+    #: Inside the worker, and there inside kernels (measured only with ``time_kernels``).
+    worker: float = 0.0
+    kernels: float = 0.0
+    #: On a GPU: busy with steps, and idle between them.
+    device: float = 0.0
+    idle: float = 0.0
+
+
+class StepObserver(Protocol):
+    """What looks at the steps of a loop while it is among its ``observers``."""
+
+    def planned(self, plan: StepPlan) -> None:
+        """A step was planned, and will be computed next. The loop waits for this: microseconds."""
+
+
+class StepLoop:
+    """Owns the steps in flight: planned and submitted, result not yet received.
+
+    Invariant: they are waited for in order, and between two calls there are fewer than ``max_in_flight``; none if no
+    request is left.
+
+    If the scheduler raises, at whatever request, its state is made anew from what is known of all requests, and
+    ``Isolation`` finds the one at which it raises: that ends with an error, and the others go on with the same bits.
+    """
+
+    #: Number of the engine core, of several behind one front end.
+    replica = 0
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, max_in_flight: int = 1) -> None:
+        """``max_in_flight``: steps that may be submitted at once, the one that is computed included."""
+        self.executor = executor
+        self.max_in_flight = max_in_flight
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._recorder: LastSteps | None = None
+        #: Outputs of failures between two steps, which the next steps report.
+        self._late: deque[EngineCoreOutputs] = deque()
+        self.use(scheduler)
+        self.times = StepTimes()
+        self.observers: list[StepObserver] = []
+        self._step_ended: float | None = None
+        #: Totals at the last measured step: tokens of prompts and decodes, seconds in the worker and in kernels.
+        self._computed: tuple[float, float, float, float] = (0, 0, 0.0, 0.0)
+
+    def use(self, scheduler: Scheduler) -> None:
+        """Takes a scheduler that has no request yet; the one before it has none any more."""
+        self.scheduler = scheduler
+        self._isolation = Isolation(scheduler)
+        #: Number of the last plan that the executor has got.
+        self._last_submitted = 0
+
+    @property
+    def recorder(self) -> LastSteps | None:
+        """Notes which requests are computed, for those who see this process end."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, recorder: LastSteps) -> None:
+        self._recorder = recorder
+        self.scheduler.queues.on_attempt = self._isolation.on_attempt = recorder.attempt
+        self._isolation.on_trial = recorder.begin_trial
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished, or the end of one is still to be reported."""
+        return self.scheduler.has_work or self._isolation.is_active or bool(self._late)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Queues a request; one at which the scheduler raises ends with an error."""
+        self._between_steps(partial(self._isolation.add, request))
+
+    def abort(self, group_id: int) -> None:
+        """Ends a request in any state; nothing happens if it has ended."""
+        if not self._isolation.abort(group_id):
+            self._between_steps(partial(self.scheduler.finish_group, group_id))
+            self._isolation.abort(group_id)  # if the scheduler has raised: it was to go on
+        self.drain()
+
+    def stop(self, group_id: int, index: int) -> None:
+        """Ends one sequence of a request, as a stop text does; nothing happens if it has ended."""
+        if not self._isolation.stop(group_id, index):
+            self._between_steps(partial(self.scheduler.finish_sequence, group_id, index))
+            self._isolation.stop(group_id, index)
+        self.drain()
+
+    def _between_steps(self, call: Callable[[], object]) -> None:
+        """Calls the scheduler while no step is computed here."""
+        try:
+            call()
+        except Exception as e:
+            self._report_later(self._take_over(e))
+
+    def _report_later(self, outputs: EngineCoreOutputs) -> None:
+        if outputs != EngineCoreOutputs():
+            self._late.append(outputs)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def measured_step(self) -> tuple[EngineCoreOutputs, StepStats]:
+        """``step``, with its statistics."""
+        start = time.perf_counter()
+        outputs = self.step()
+        end = time.perf_counter()
+        between = start - self._step_ended if self._step_ended is not None else 0.0
+        self._step_ended = end if self.has_work else None
+        return outputs, self._measure(end - start, between)
+
+    def measure_emptied(self) -> StepStats:
+        """Statistics without a step: aborts have ended all requests, so that none follows."""
+        self._step_ended = None
+        return self._measure(0.0, 0.0)
+
+    def _measure(self, seconds: float, between_seconds: float) -> StepStats:
+        """Queues, blocks and totals as they are now, and what was computed since the last time."""
+        counts, times = self.scheduler.counts(), self.times
+        computed = (counts.prefill_tokens, counts.decode_tokens, times.worker, times.kernels)
+        prefill, decode, worker, kernels = (now - before for now, before in zip(computed, self._computed, strict=True))
+        self._computed = computed
+        computed_now = seconds, worker, kernels, between_seconds, int(prefill), int(decode)
+        fields = *_state_of(counts), *computed_now, self.replica
+        return StepStats(*fields)
+
+    def step(self) -> EngineCoreOutputs:
+        """Receives the result of one step. If it fails, its requests end with an error and the others go on.
+
+        Raises:
+            EngineDeadError: a worker is lost, so that no step can follow.
+            Exception: the scheduler raises again and again although it has no request.
+        """
+        if self._late:
+            return self._late.popleft()
+        start = time.perf_counter()
+        try:
+            outputs = self._step()
+        except _SchedulerError as failure:
+            outputs = self._take_over(failure.error)
+        self.times.total += time.perf_counter() - start
+        return outputs
+
+    def _step(self) -> EngineCoreOutputs:
+        self._scheduling(self._isolation.turn)
+        if not self._in_flight:
+            self._submit()
+        while self._may_run_ahead():
+            self._submit()
+        outputs = self._receive()
+        self.drain()
+        return outputs
+
+    def _may_run_ahead(self) -> bool:
+        failed = any(isinstance(pending, _Failed) for _, pending in self._in_flight)
+        return len(self._in_flight) < self.max_in_flight and not failed and self._scheduling(self._can_run_ahead)
+
+    def _can_run_ahead(self) -> bool:
+        return self.scheduler.can_run_ahead
+
+    def _scheduling(self, call: Callable[[], T]) -> T:
+        """The result of a call of the scheduler.
+
+        Raises:
+            _SchedulerError: it has raised.
+        """
+        try:
+            return call()
+        except Exception as e:
+            raise _SchedulerError(e) from e
+
+    def drain(self) -> None:
+        """Waits for the steps in flight if all of their requests have ended meanwhile."""
+        try:
+            while self._in_flight and not self.scheduler.has_work:
+                self._receive()
+        except _SchedulerError as failure:
+            self._report_later(self._take_over(failure.error))
+
+    def _take_over(self, error: Exception) -> EngineCoreOutputs:
+        """Goes on after the scheduler has raised: what it has appended so far, and perhaps the end of a request.
+
+        Steps in flight are waited for. What they have sampled is computed again: it is not known which of it counts.
+        """
+        scheduler = self.scheduler
+        logger.error("the scheduler failed; its requests go on without the one at fault", exc_info=error)
+        outputs, scheduler.unreported = scheduler.unreported or EngineCoreOutputs(), None
+        while self._in_flight:
+            plan, pending = self._in_flight.popleft()
+            try:
+                result = pending.wait()
+            except Exception as e:
+                logger.error("step %d failed: %s: %s", plan.step, type(e).__name__, e)
+                scheduler.preparations.repeat(plan)
+            else:
+                failed = scheduler.preparations.update(plan, result)
+                outputs.groups += [
+                    GroupOutput(group.group_id, SequenceStatus.FINISHED_ERROR.value, message, adapter_failed=is_adapter)
+                    for group, message, is_adapter in failed
+                ]
+        self.executor.check_health()
+        requests, ends = scheduler.take_all(self._last_submitted)
+        outputs.groups += ends
+        ended = {output.group_id for output in outputs.groups}
+        end, goes_on = self._isolation.observe_failure(error, [r for r in requests if r.group_id not in ended])
+        if not goes_on:
+            raise error
+        if end is not None:
+            outputs.groups.append(end)
+        return outputs
+
+    def _submit(self) -> None:
+        plan = self._scheduling(self.scheduler.schedule)
+        if self._recorder is not None and plan.seq_ids:
+            sequences = self.scheduler.queues.sequences
+            self._recorder.note(plan.seq_ids, lambda seq_id: sequences[seq_id].group.group_id)
+        for observer in self.observers:
+            observer.planned(plan)
+        self._last_submitted = plan.step
+        try:
+            pending: PendingStep = self.executor.submit(plan)
+        except Exception as e:  # raised by ``wait``: the result of the step before comes first
+            pending = _Failed(e)
+        except BaseException:
+            self._in_flight.append((plan, _interrupted()))
+            raise
+        self._in_flight.append((plan, pending))
+        del pending  # the error refers to this frame, which must not refer to the error
+
+    def _receive(self) -> EngineCoreOutputs:
+        plan, pending = self._in_flight.popleft()
+        try:
+            result = pending.wait()
+        except Exception as e:
+            logger.exception("step %d failed", plan.step)
+            del pending  # as in ``_submit``
+            return self._fail(plan, e)
+        except BaseException:
+            self._in_flight.appendleft((plan, _interrupted()))
+            raise
+        times = self.times
+        times.steps += 1
+        times.worker += result.seconds
+        times.kernels += result.kernel_seconds
+        times.device += result.device_seconds
+        times.idle += result.idle_seconds
+        return self._update(plan, result)
+
+    def _update(self, plan: StepPlan, result: StepResult) -> EngineCoreOutputs:
+        try:
+            outputs = self.scheduler.update(plan, result)
+        except Exception as e:
+            self._in_flight.appendleft((plan, _Done(result)))
+            raise _SchedulerError(e) from e
+        self.scheduler.unreported = None
+        return outputs
+
+    def _fail(self, plan: StepPlan, error: Exception) -> EngineCoreOutputs:
+        """Ends the requests of the plan and of the plans after it, which build on it."""
+        message = f"the step failed: {type(error).__name__}: {error}"
+        failed_at = self._group_of(error.seq_id) if isinstance(error, SequenceError) else None
+        outputs = self._scheduling(partial(self.scheduler.fail, plan, message))
+        while self._in_flight:
+            later, pending = self._in_flight.popleft()
+            try:
+                pending.wait()
+            except Exception as e:
+                logger.error("step %d failed after it: %s: %s", later.step, type(e).__name__, e)
+            outputs.groups += self._scheduling(partial(self.scheduler.fail, later, message)).groups
+        for output in outputs.groups:
+            if failed_at is not None and output.error == message:
+                whose = "this request" if output.group_id == failed_at else "another request"
+                output.error = f"the step failed at {whose}: {error}"
+        self.executor.check_health()
+        return outputs
+
+    def _group_of(self, seq_id: int | None) -> int | None:
+        groups = self.scheduler.queues.groups.values()
+        return next((g.group_id for g in groups if any(s.seq_id == seq_id for s in g.seqs)), None)
+
+
+class _SchedulerError(Exception):
+    """The scheduler has raised."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Done:
+    """A step whose result could not be applied."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
+class _Failed:
+    """A step that was not submitted, or not waited for to its end."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> StepResult:
+        try:
+            raise self._error
+        finally:
+            del self  # as in ``_submit``
+
+
+def _interrupted() -> _Failed:
+    """A step that a ``BaseException`` has torn, such as one that a signal handler of the program has raised."""
+    # One for each: an error keeps the frames that it was raised in, and with them the engine.
+    return _Failed(RuntimeError("interrupted"))
+
 
 logger = logging.getLogger("octavo")
 #: What ``wake_up`` brings back.
@@ -267,3 +682,184 @@ def _context_length(options: EngineConfig, config: ModelConfig) -> int:
             f"({length}); lower max_model_len or raise the budget"
         )
     return length
+
+
+# Views of an engine for those who watch it: read off the scheduler and the blocks between steps, when asked for.
+
+#: Seconds after a view in which changes are still collected for the next one.
+_PATIENCE = 5.0
+#: Device blocks that a change names at most.
+_MAX_BLOCKS = 64
+
+
+class ViewRecorder:
+    """Owns the records of the last steps, and what has changed since the last view.
+
+    ``note`` keeps the statistics of each step, which are made anyway: that is all that is done while nobody watches. A
+    view is made by ``view``, and from then on ``planned`` is to be called with each plan; ``watches`` says until when.
+    """
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock``: of the scheduler, in seconds."""
+        self._scheduler, self._clock = scheduler, clock
+        #: Ends of the last steps, and their statistics; how many there were, and at the last view.
+        self._steps: deque[tuple[float, StepStats]] = deque(maxlen=NUM_STEPS)
+        self._noted = self._sent = 0
+        self._changes: deque[Change] = deque(maxlen=MAX_CHANGES)
+        self._num_changes = self._preempted = 0
+        #: Blocks that each KV group had evicted, as far as that was seen.
+        self._evicted = self._num_evicted()
+        #: By group: how often it was preempted, as far as that was seen.
+        self._seen: dict[int, int] = {}
+        self._asked = -_PATIENCE
+
+    def note(self, stats: StepStats) -> None:
+        """A step has ended."""
+        self._steps.append((self._clock(), stats))
+        self._noted += 1
+
+    @property
+    def watches(self) -> bool:
+        """Whether a view was asked for a moment ago, so that another will be."""
+        return self._clock() - self._asked < _PATIENCE
+
+    # --- while somebody watches -------------------------------------------------------------------------------------
+
+    def planned(self, plan: StepPlan) -> None:
+        """See ``StepObserver``: notes what the plan does to blocks and groups."""
+        step = plan.step
+        if pairs := plan.blocks_to_swap_out[:_MAX_BLOCKS]:
+            self._add(Change("swap_out", step, NOBODY, [device for device, _ in pairs]))
+        if pairs := plan.blocks_to_swap_in[:_MAX_BLOCKS]:
+            self._add(Change("swap_in", step, NOBODY, [device for _, device in pairs]))
+        for source, target in plan.blocks_to_copy:
+            self._add(Change("copy", step, NOBODY, [source, target]))
+        for fork in plan.forks:
+            sequence = self._scheduler.queues.sequences.get(fork.child)
+            group_id = NOBODY if sequence is None else sequence.group.group_id
+            self._add(Change("fork", step, group_id, self._scheduler.blocks.table(fork.child)[:_MAX_BLOCKS]))
+        self._find_evicted(step)
+        self._find_preempted(step)
+
+    def _add(self, change: Change) -> None:
+        self._changes.append(change)
+        self._num_changes += 1
+
+    def _num_evicted(self) -> list[int]:
+        return [group.cache.num_evicted for group in self._scheduler.blocks.groups]
+
+    def _find_evicted(self, step: int) -> None:
+        evicted = self._num_evicted()
+        if evicted == self._evicted:
+            return
+        for group, now, before in zip(self._scheduler.blocks.groups, evicted, self._evicted, strict=True):
+            if now > before:
+                self._add(Change("evict", step, NOBODY, list(group.cache.last_evicted)[before - now :]))
+        self._evicted = evicted
+
+    def _find_preempted(self, step: int) -> None:
+        counts = self._scheduler.counts()
+        total = counts.preemptions_by_recompute + counts.preemptions_by_swap
+        if total == self._preempted:
+            return
+        self._preempted = total
+        for group in self._groups():
+            totals = group.totals
+            preempted = totals.num_recomputes + totals.num_swaps
+            if preempted > self._seen.get(group.group_id, 0) and group.status is not SequenceStatus.RUNNING:
+                number, cause = group.group_id, group.preempted_for
+                if group.status is SequenceStatus.SWAPPED:
+                    self._add(Change("swap", step, number, [], totals.num_swapped_blocks, cause))
+                else:
+                    self._add(Change("recompute", step, number, [], totals.num_recomputed_tokens, cause))
+            self._seen[group.group_id] = preempted
+
+    # --- the view ---------------------------------------------------------------------------------------------------
+
+    def view(self, fresh: bool = False) -> EngineView:
+        """The engine now, with what has changed since the last view; ``fresh``: with all steps that are known."""
+        start, now = time.perf_counter(), self._clock()
+        if not self.watches:  # what was before is not known
+            self._changes.clear()
+            self._num_changes, self._evicted = 0, self._num_evicted()
+            self._seen = {
+                group.group_id: group.totals.num_recomputes + group.totals.num_swaps for group in self._groups()
+            }
+        self._asked = now
+        counts, options = self._scheduler.counts(), self._scheduler.options
+        self._preempted = counts.preemptions_by_recompute + counts.preemptions_by_swap
+        new = len(self._steps) if fresh else min(self._noted - self._sent, len(self._steps))
+        self._sent = self._noted
+        state = SchedulerState(*(getattr(counts, name) for name in SchedulerState.__struct_fields__))
+        groups = list(self._groups())
+        holders = [(holder, group.group_id) for group in groups for holder in group.holder_ids]
+        view = EngineView(
+            replica=0,
+            at=now,
+            token_budget=options.token_budget,
+            max_num_seqs=options.max_num_seqs,
+            state=state,
+            blocks=block_maps(self._scheduler.blocks, holders),
+            groups=list(self._rows(groups, now)),
+            steps=[_record(at, stats) for at, stats in itertools.islice(self._steps, len(self._steps) - new, None)],
+            changes=list(self._changes),
+            num_changes=self._num_changes,
+            evicted_blocks=sum(self._num_evicted()),
+            adapters=list(self._adapters()),
+        )
+        self._seen = {group.group_id: self._seen.get(group.group_id, 0) for group in groups}
+        self._changes.clear()
+        self._num_changes = 0
+        view.cost = time.perf_counter() - start
+        return view
+
+    def _groups(self) -> Iterator[SequenceGroup]:
+        return iter(self._scheduler.queues.groups.values())
+
+    def _adapters(self) -> Iterator[AdapterSlot]:
+        for thing in self._scheduler.preparations.adapters_in_slots()[:MAX_ADAPTER_SLOTS]:
+            assert thing.slot is not None
+            yield AdapterSlot(thing.slot, thing.key, thing.num_running)
+
+    def _rows(self, groups: list[SequenceGroup], now: float) -> Iterator[GroupRow]:
+        for status in (SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.SWAPPED):
+            ones = (group for group in groups if group.status is status)
+            for group in itertools.islice(ones, MAX_GROUPS):
+                totals, prompt = group.totals, len(group.request.prompt_token_ids)
+                yield GroupRow(
+                    group.group_id,
+                    status.value,
+                    group.num_seqs,
+                    prompt,
+                    group.num_tokens - prompt,
+                    group.num_computed,
+                    totals.num_cached_tokens,
+                    max(0.0, now - group.request.arrival_time),
+                    totals.num_recomputes,
+                    totals.num_recomputed_tokens,
+                    totals.num_swaps,
+                    totals.num_swapped_blocks,
+                    group.preempted_for,
+                )
+
+
+def _record(at: float, stats: StepStats) -> StepRecord:
+    return StepRecord(
+        stats.steps,
+        at,
+        stats.seconds,
+        stats.worker_seconds,
+        stats.kernel_seconds,
+        stats.between_seconds,
+        stats.prefill_tokens,
+        stats.decode_tokens,
+        stats.num_running,
+        stats.num_waiting,
+        stats.num_swapped,
+        stats.blocks_used,
+        stats.blocks_cached,
+        stats.blocks_free,
+        stats.preemptions_by_recompute + stats.preemptions_by_swap,
+        stats.prefix_queried_tokens,
+        stats.prefix_hit_tokens,
+    )

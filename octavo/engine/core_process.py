@@ -26,12 +26,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
-from octavo.core.adapters import AdapterRef
-from octavo.core.child_processes import Failure, end_with, send_logs
-from octavo.core.engine_outputs import EngineCoreOutputs
-from octavo.core.engine_view import EngineView
 from octavo.core.errors import ConfigError, OctavoError, memory_errors
-from octavo.core.messages import (
+from octavo.core.garbage import IdleCollector, settle_collector
+from octavo.core.plan import EngineCoreOutputs
+from octavo.core.request import AdapterRef
+from octavo.core.stats import EngineView
+from octavo.engine.blame import FlightRecorder
+from octavo.engine.core import ViewRecorder
+from octavo.engine.messages import (
     BYTES_OF_LOGPROB,
     MAX_BYTES_FROM_CORE,
     MAX_BYTES_TO_CORE,
@@ -50,13 +52,12 @@ from octavo.core.messages import (
     ToCore,
     Unpin,
 )
-from octavo.core.startup_profile import ProcessProfile, phase, profile
-from octavo.engine.flight_recorder import FlightRecorder
-from octavo.engine.garbage import IdleCollector, settle_collector
-from octavo.engine.view_recorder import ViewRecorder
+from octavo.process.children import Failure, end_with, send_logs
+from octavo.process.startup import ProcessProfile, phase, profile
 
 if TYPE_CHECKING:
     from octavo.engine.core import EngineCore
+
 
 #: Names of the sockets in the private folder. The core binds the first, the front end the second.
 TO_CORE, FROM_CORE = "to_core", "from_core"
@@ -213,9 +214,9 @@ def _load(front_end: FrontEndLink) -> EngineCore | None:
     # While the front end looks for the model, this process imports what every model needs.
     with phase("imports"):
         importlib.import_module("octavo.runner.model_runner")
-        from octavo.core.config import make_config
+        from octavo.config.engine_config import make_config
         from octavo.engine.core import EngineCore
-        from octavo.loader.checkpoint_digest import checkpoint_digest
+        from octavo.loader.resolve import checkpoint_digest
 
     with phase("waiting for the model's folder"):
         front_end.wait()

@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 from octavo.core.errors import EngineDeadError, EngineKilledError
-from octavo.core.start_process import how_it_ended, is_stopped, num_out_of_memory, start_process, was_killed
-from octavo.engine.flight_recorder import read_recorder, recorder_memory
+from octavo.engine.blame import read_recorder, recorder_memory
+from octavo.process.children import how_it_ended, is_stopped, num_out_of_memory, start_process, was_killed
 
 #: The path of a Unix socket has at most 107 bytes.
 _LONGEST_TEMP_PATH = 70

@@ -8,31 +8,39 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from octavo.core.adapters import AdapterRef
-from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.config import MAX_LOGPROBS
-from octavo.core.encoder_input import EncoderInput
+from octavo.config.options import MAX_LOGPROBS
 from octavo.core.errors import InvalidRequestError
-from octavo.core.logits_plugins import LogitsPlugins
-from octavo.core.prompts import FOREIGN_KEYS, PROMPT_KEYS, Prompt, SplitPrompt
-from octavo.core.reasoning import ReasoningMarks, ThinkingBudget
-from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
-from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
+from octavo.core.model_config import ReasoningMarks, ThinkingBudget
+from octavo.core.plugins import LogitsPlugins
+from octavo.core.request import (
+    DEFAULT_OPTIONS,
+    FOREIGN_KEYS,
+    PROMPT_KEYS,
+    AdapterRef,
+    AnyTask,
+    Beam,
+    EncoderInput,
+    EngineCoreRequest,
+    Generate,
+    Prompt,
+    RequestOptions,
+    SplitPrompt,
+)
 from octavo.core.sampling_params import (
+    BeamSearchParams,
     DefaultMaxTokens,
     SamplingParams,
     excluding_fields,
     no_token_message,
     sampling_in_effect,
 )
-from octavo.engine.encoder_prompts import EncoderPrompts
-from octavo.engine.find_tokenizer import NoTokenizer
+from octavo.engine.chat_template import REASONING_MARKS, find_reasoning_marks
+from octavo.engine.encoder_prompts import NO_FEATURES, EncoderPrompts, PromptFeatures, take_images, takes_images
 from octavo.engine.model_files import ModelFiles
-from octavo.engine.prompt_features import NO_FEATURES, PromptFeatures, take_images, takes_images
-from octavo.engine.reasoning_marks import REASONING_MARKS, find_reasoning_marks
-from octavo.engine.request_state import RequestState
+from octavo.engine.output_processor import RequestState
+from octavo.engine.tokenizer import NoTokenizer
 from octavo.grammar.compiler import GrammarCompiler
-from octavo.sandbox.pool import Sandbox
+from octavo.process.sandbox import Sandbox
 from octavo.scheduler.policies import POLICIES, policy_class
 
 if TYPE_CHECKING:

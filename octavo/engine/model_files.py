@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError, memory_errors
-from octavo.core.logits_plugins import LogitsPlugins
+from octavo.core.files import read_text
 from octavo.core.model_config import ModelConfig
+from octavo.core.plugins import LogitsPlugins
 from octavo.core.sampling_params import describe_sampling
-from octavo.core.text_files import read_text
 from octavo.engine.chat_template import read_chat_template
-from octavo.engine.find_tokenizer import find_tokenizer
-from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.tokenizer import Tokenizer, find_tokenizer
 from octavo.kernels import check_kernel_packages
 from octavo.loader.resolve import resolve_model
 from octavo.models.config_files import default_sampling
@@ -94,7 +93,7 @@ def find_files(options: EngineConfig) -> ModelFiles:
             f"data_parallel_size ({options.data_parallel_size}) is for AsyncLLM and octavo serve; in one program "
             "make several engines, or use octavo.data"
         )
-    from octavo.loader.stored_head import read_config  # imports numpy, which a server's front end does without
+    from octavo.loader.weights import read_config  # imports numpy, which a server's front end does without
 
     model = find_model(options)
     return model.with_config(read_config(model.folder, options))

@@ -9,14 +9,12 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.config import EngineConfig, SpeculativeConfig
+from octavo.config.engine_config import EngineConfig
+from octavo.config.options import SpeculativeConfig
 from octavo.core.errors import ConfigError, EngineDeadError
 from octavo.core.plan import StepPlan, StepResult
-from octavo.executor.executor import PendingStep, SubmittedStep
-from octavo.executor.rank_check import DIGEST_BYTES, RankCheck, digest, find_difference
-from octavo.executor.uniproc import UniprocExecutor
-from octavo.executor.worker import WorkerSpec
-from octavo.executor.worker_reports import WorkerReports, reports_of
+from octavo.executor.executor import PendingStep, SubmittedStep, WorkerReports, reports_of
+from octavo.executor.worker import DIGEST_BYTES, RankCheck, UniprocExecutor, WorkerSpec, digest, find_difference
 from octavo.kernels import resolve_device
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -6,12 +6,11 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.model_config import ModelConfig
 from octavo.executor.executor import Executor
 from octavo.executor.external import ExternalLauncherExecutor
-from octavo.executor.uniproc import UniprocExecutor
-from octavo.executor.worker import WorkerSpec
+from octavo.executor.worker import UniprocExecutor, WorkerSpec
 from octavo.kernels import num_gpus, resolve_device
 
 
@@ -46,7 +45,7 @@ def choose_executor(options: EngineConfig) -> Callable[[EngineConfig, WorkerSpec
     if backend == "uni":
         return UniprocExecutor
     if backend == "mp":
-        from octavo.executor.multiproc import MultiprocExecutor
+        from octavo.executor.remote import MultiprocExecutor
 
         return MultiprocExecutor
     if backend == "external_launcher":

@@ -13,12 +13,11 @@ import socket
 import sys
 from typing import Any
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError, EngineDeadError
-from octavo.core.extras import how_to_install
-from octavo.executor.broadcast import Broadcast
+from octavo.core.plugins import how_to_install
+from octavo.executor.channels import SECRET_BYTES, Broadcast, accept, connect
 from octavo.executor.remote import RemoteExecutor
-from octavo.executor.rendezvous import SECRET_BYTES, accept, connect
 from octavo.executor.worker import WorkerSpec, own_address
 from octavo.executor.worker_loop import WorkerStart, serve
 

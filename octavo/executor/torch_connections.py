@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from octavo.core.parallel import ParallelLayout
-from octavo.executor.rank_connections import TIMEOUT
+from octavo.config.options import ParallelLayout
+from octavo.executor.channels import TIMEOUT
 from octavo.kernels import resolve_device
-from octavo.kernels.torch_communicator import TorchCommunicator, TorchLink
-from octavo.runner.ranks import Ranks
+from octavo.kernels.torch_backend import TorchCommunicator, TorchLink
+from octavo.runner.loaded_model import Ranks
 
 _TIMEOUT = timedelta(seconds=TIMEOUT)
 

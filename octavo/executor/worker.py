@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 import os
@@ -12,19 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.core.config import EngineConfig, make_config
-from octavo.core.errors import ConfigError, EngineStateError
+from octavo.config.engine_config import EngineConfig, make_config
+from octavo.config.options import ParallelLayout
+from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, memory_errors
 from octavo.core.model_config import ModelConfig
-from octavo.core.parallel import ParallelLayout
-from octavo.core.startup_profile import ProcessProfile, profile
-from octavo.executor.local_connections import LocalConnections
+from octavo.core.plan import StepPlan, StepResult
+from octavo.executor.executor import Executor, PendingStep
 from octavo.kernels import require_torch
+from octavo.process.children import LocalConnections
+from octavo.process.startup import ProcessProfile, profile
 
 if TYPE_CHECKING:
-    from octavo.runner.cache_sizing import CacheSizing
-    from octavo.runner.loaded_model import LoadedModel
+    from octavo.runner.loaded_model import LoadedModel, Ranks
+    from octavo.runner.memory import CacheSizing
     from octavo.runner.model_runner import ModelRunner
-    from octavo.runner.ranks import Ranks
+
 
 logger = logging.getLogger("octavo")
 
@@ -140,7 +143,7 @@ class Worker:
             ConfigError: torch is needed and not installed.
         """
         if self._connections is not None:
-            from octavo.executor.rank_connections import connect_local
+            from octavo.executor.channels import connect_local
 
             self._ranks = connect_local(self.layout, self._connections)
         elif self.layout.world_size > 1:
@@ -155,9 +158,8 @@ class Worker:
         Raises:
             OctavoError: see ``LoadedModel``.
         """
-        from octavo.runner.cache_sizing import CacheSizing
         from octavo.runner.loaded_model import LoadedModel
-        from octavo.runner.memory import WorkerShare
+        from octavo.runner.memory import CacheSizing, WorkerShare
 
         spec = self.spec
         share = WorkerShare(spec.local_rank, spec.local_size)
@@ -227,3 +229,102 @@ def own_address() -> str:
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
+
+
+# The executor of a worker in this process.
+
+
+class UniprocExecutor(Executor):
+    """A worker that is called directly; it lives as long as this process, or until ``shutdown``."""
+
+    in_process = True
+
+    def __init__(self, options: EngineConfig, spec: WorkerSpec, replica: int) -> None:
+        """Prepares the worker; ``start`` loads the model."""
+        self._worker: Worker | None = Worker(spec)
+        #: Why there is no worker any more.
+        self._lost = EngineDeadError("the executor was shut down; a new engine must be made")
+
+    def start_workers(self) -> None:
+        """The worker is there already."""
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """See ``Executor``; ``timeout`` is ignored, as the worker is called directly."""
+        worker = self._alive()
+        with memory_errors():
+            return self._of_all_workers(worker.call(method, args, kwargs or {}))
+
+    def _of_all_workers(self, answer: Any) -> list[Any]:
+        """The answers by rank, of this worker's."""
+        return [answer]
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Starts one step on the worker."""
+        return self._alive().runner.submit(plan)
+
+    def check_health(self) -> None:
+        """See ``Executor``."""
+        self._alive()
+
+    def shutdown(self) -> None:
+        """Drops the worker, and with it weights and KV cache."""
+        self._worker = None
+
+    def _alive(self) -> Worker:
+        if self._worker is None:
+            raise self._lost
+        return self._worker
+
+
+# Whether tensor-parallel ranks sample the same tokens: each samples for itself, from sums that all of them have.
+
+#: Bytes of a digest.
+DIGEST_BYTES = 16
+
+
+def digest(content: object) -> bytes:
+    """The digest of plain data."""
+    return hashlib.blake2b(msgspec.msgpack.encode(content), digest_size=DIGEST_BYTES).digest()
+
+
+class RankCheck:
+    """The tokens that one rank has sampled since the ranks were last compared."""
+
+    def __init__(self, interval: int) -> None:
+        """Ranks are compared every ``interval`` steps; 0: never."""
+        self._interval = interval
+        self._steps: list[tuple[int, list[int], list[int], list[int]]] = []
+
+    def add(self, result: StepResult) -> None:
+        """Takes a step's result."""
+        if self._interval:
+            self._steps.append((result.step, result.seq_ids, result.num_tokens, result.token_ids))
+
+    def take(self) -> tuple[int, int, bytes]:
+        """The first and the last step to be compared now, and their digest; empty if it is not time yet."""
+        if not self._steps or len(self._steps) < self._interval:
+            return 0, 0, b""
+        steps, self._steps = self._steps, []
+        return steps[0][0], steps[-1][0], digest(steps)
+
+
+def find_difference(digests: Mapping[int, bytes], first_step: int, last_step: int) -> str | None:
+    """What is wrong if the digests of these steps differ, which are given by rank; None if nothing is.
+
+    The lowest rank is the one whose tokens count.
+    """
+    first = min(digests)
+    others = sorted(rank for rank, other in digests.items() if other != digests[first])
+    if not others:
+        return None
+    steps = f"step {last_step}" if first_step == last_step else f"one of the steps {first_step} to {last_step}"
+    return (
+        f"in {steps} ranks {others} have sampled other tokens than rank {first}: their machines, libraries or weights "
+        "differ, or memory fails"
+    )

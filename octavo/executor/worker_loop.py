@@ -19,14 +19,12 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.child_processes import Failure, end_with, send_logs
 from octavo.core.errors import OctavoError, SequenceError
 from octavo.core.plan import StepPlan
-from octavo.executor.broadcast import Receiver
-from octavo.executor.local_connections import LocalConnections
-from octavo.executor.rank_check import RankCheck
-from octavo.executor.worker import Worker, WorkerSpec
-from octavo.executor.worker_reports import reports_of
+from octavo.executor.channels import Receiver
+from octavo.executor.executor import reports_of
+from octavo.executor.worker import RankCheck, Worker, WorkerSpec
+from octavo.process.children import Failure, LocalConnections, end_with, send_logs
 
 #: Kinds of answers: of a step or a call, of one that failed (``Failure``), and a ``LogMessage`` in between.
 DONE, FAILED, LOG = 0, 1, 2

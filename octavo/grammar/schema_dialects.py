@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.grammar.ecma_regex import RegexError, UnsupportedRegexError, parse
-from octavo.grammar.rust_regex import search, single_search
+from octavo.grammar.regex_automaton import search, single_search
 
 Schema = dict[str, Any]
 

@@ -3,14 +3,103 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from octavo.core.errors import InvalidRequestError
-from octavo.images.pillow import pillow
-from octavo.images.resizing import Pixels
+from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.plugins import how_to_install
+
+if TYPE_CHECKING:
+    from octavo.images.processors import ImageSettings
+
+
+# Pillow, which reads and resizes images: an extra, imported where an image comes.
+
+
+def pillow() -> Any:
+    """The module ``PIL.Image``.
+
+    Raises:
+        ConfigError: the package is not installed, or a library that it needs cannot be loaded.
+    """
+    try:
+        from PIL import Image
+    except (ImportError, OSError) as e:  # OSError: a library that it wraps is missing
+        raise ConfigError(
+            f"images need the package Pillow, which fails to import ({e}): {how_to_install('images')}"
+        ) from None
+    return Image
+
+
+# Resizing, cropping and padding, as the processors of transformers do it with Pillow.
+
+#: Pixels, [height, width, 3].
+Pixels = NDArray[np.uint8]
+#: Beyond it, to bring the short side to a network's size makes of a few pixels an image that fills the memory.
+MAX_RATIO = 200
+
+
+def resize(image: Pixels, height: int, width: int, resample: int) -> Pixels:
+    """An image [h, w, 3] with another size; ``resample``: one of Pillow's filters, which widen as an image shrinks."""
+    resized = pillow().fromarray(image).resize((width, height), resample)
+    return np.asarray(resized)
+
+
+def shortest_edge_size(height: int, width: int, edge: int) -> tuple[int, int]:
+    """Height and width that keep the ratio, the shorter one being ``edge``."""
+    if width <= height:
+        return int(edge * height / width), edge
+    return edge, int(edge * width / height)
+
+
+def center_crop(image: Pixels, height: int, width: int) -> Pixels:
+    """The middle of an image; what it lacks is black, one row more of it before than after."""
+    cropped = np.zeros((height, width, 3), np.uint8)
+    (to_row, from_row, rows), (to_column, from_column, columns) = (
+        _overlap(size, wanted) for size, wanted in zip(image.shape, (height, width), strict=False)
+    )
+    cropped[to_row : to_row + rows, to_column : to_column + columns] = image[
+        from_row : from_row + rows, from_column : from_column + columns
+    ]
+    return cropped
+
+
+def _overlap(size: int, wanted: int) -> tuple[int, int, int]:
+    """Along a side: where the image begins in its crop, where the crop in the image, and how much they share."""
+    start = (size - wanted) // 2
+    if start >= 0:
+        return 0, start, wanted
+    return -start, 0, size
+
+
+def pad_to_square(image: Pixels, color: tuple[int, int, int]) -> Pixels:
+    """The image in the middle of a square of this colour."""
+    height, width, _ = image.shape
+    side = max(height, width)
+    padded = np.empty((side, side, 3), np.uint8)
+    padded[:] = color
+    top, left = (side - height) // 2, (side - width) // 2
+    padded[top : top + height, left : left + width] = image
+    return padded
+
+
+def check_ratio(image: Pixels) -> None:
+    """Refuses images that are too long for this.
+
+    Raises:
+        InvalidRequestError: one side is more than ``MAX_RATIO`` times the other.
+    """
+    height, width, _ = image.shape
+    if max(height, width) > MAX_RATIO * min(height, width):
+        raise InvalidRequestError(
+            f"an image of {width} x {height} pixels is too long: one side may be at most {MAX_RATIO} times the other"
+        )
+
 
 ACCEPTED = "png, jpeg, webp, bmp and gif are read"
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
@@ -191,3 +280,41 @@ def _webp_size(content: bytes) -> tuple[int, int] | None:
 
 def _reason(error: Exception) -> str:
     return (str(error).strip().rstrip(".") or type(error).__name__)[:200]
+
+
+# From levels of colour to the numbers that a tower sees.
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """``(level * rescale - mean) / std`` in float32, by channel.
+
+    The order of operations, and where they are rounded, is that of transformers' processors on Pillow.
+    """
+
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    rescale: float = 1.0
+
+    @cached_property
+    def table(self) -> NDArray[np.float32]:
+        """What each level becomes, float32 [256, 3]."""
+        levels = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)[:, None]
+        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
+        return np.asarray((levels - mean) / std, np.float32)
+
+    def rows(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """uint8 [..., 3] to float32 [..., 3]."""
+        return self.table[pixels, np.arange(3)]
+
+
+def normalisation_of(settings: ImageSettings) -> Normalisation:
+    """That of a processor's settings.
+
+    Raises:
+        ConfigError: a value is of the wrong type or impossible.
+    """
+    rescale = settings.number("rescale_factor", 1 / 255) if settings.flag("do_rescale", True) else 1.0
+    if not settings.flag("do_normalize", True):
+        return Normalisation(rescale=rescale)
+    return Normalisation(settings.channels("image_mean"), settings.channels("image_std"), rescale)

@@ -8,12 +8,10 @@ from functools import partial
 import msgspec
 
 from octavo.core.errors import ConfigError, InvalidRequestError
-from octavo.images.image_files import DEFAULT_LIMITS, ImageLimits, check_size, decode_image
-from octavo.images.pillow import pillow
-from octavo.images.processor import ProcessedImage
-from octavo.images.processors import AnyProcessor
-from octavo.sandbox.pool import Sandbox
-from octavo.sandbox.process import SandboxAnswer, SandboxCall
+from octavo.images.image_files import DEFAULT_LIMITS, ImageLimits, check_size, decode_image, pillow
+from octavo.images.processors import AnyProcessor, ProcessedImage
+from octavo.process.sandbox import Sandbox
+from octavo.process.sandbox_process import SandboxAnswer, SandboxCall
 
 #: Of processor time for one image; jpegs of 8192 x 8192 pixels take 2 to 3, decoded and processed.
 SECONDS = 20.0

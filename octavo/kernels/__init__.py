@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.core.errors import ConfigError
-from octavo.core.extras import how_to_install
-from octavo.kernels.triton.interpreter import interpreted
+from octavo.core.plugins import how_to_install
+from octavo.kernels.triton import interpreted
 
 if TYPE_CHECKING:
     from octavo.kernels.interface import Kernels
@@ -57,12 +57,12 @@ def num_gpus() -> int:
     """GPUs that torch sees; 0 without it. Where there is no sign of one, torch is not imported to ask."""
     if not _may_have_gpu() or importlib.util.find_spec("torch") is None:
         return 0
-    return int(importlib.import_module("octavo.kernels.torch_arrays").num_gpus())
+    return int(importlib.import_module("octavo.kernels.torch_backend").num_gpus())
 
 
 def gpu_name() -> str:
     """Name of the process's current GPU; there must be one."""
-    return str(importlib.import_module("octavo.kernels.torch_arrays").gpu_name())
+    return str(importlib.import_module("octavo.kernels.torch_backend").gpu_name())
 
 
 def resolve_device(name: str) -> str:
@@ -78,7 +78,7 @@ def resolve_device(name: str) -> str:
     if name == "auto":
         return "cpu"
     require_torch(f"device={name!r}: GPUs")
-    why = importlib.import_module("octavo.kernels.torch_arrays").why_no_gpu()
+    why = importlib.import_module("octavo.kernels.torch_backend").why_no_gpu()
     raise ConfigError(f"device={name!r}: {why}")
 
 

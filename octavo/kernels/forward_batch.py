@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints
 
 import numpy as np
 
-from octavo.kernels.arrays import Array, ArrayMaker
+from octavo.kernels.interface import Array, ArrayMaker
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,24 +6,569 @@ Shapes: T tokens of a step (flat, no padding), S sequences, H query heads, K KV 
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from octavo.config.kv_spec import KVSpec, LayerGroup
 from octavo.core.dtypes import DType
-from octavo.kernels.arrays import Array, ArrayMaker
-from octavo.kernels.cache import CacheKernels, LayerCache
-from octavo.kernels.communicator import Collectives
-from octavo.kernels.experts import ExpertKernels
-from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
-from octavo.kernels.lora import Adapters
-from octavo.kernels.packed_weight import PackedHeads, PackedWeight
-from octavo.kernels.quantized_rows import QuantizedRows
-from octavo.kernels.sampling import SamplingBackend
+from octavo.core.errors import AdapterError, ConfigError
+from octavo.kernels.weight_rows import QuantizedRows
+
+if TYPE_CHECKING:
+    from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
+    from octavo.kernels.sampling import SamplingBackend
+
+
+# Arrays of a step: what the rooms above the kernels may know of them.
+
+#: An array of a backend, which makes it and computes with it: ``CpuArray``, or a tensor of torch. Other rooms may ask
+#: for its ``shape`` and length, and take views: by slices, integers and None, and ``reshape`` where that needs no copy.
+#: Not a protocol, as a backend's operations take its own arrays alone, which would narrow what the interface takes.
+Array: TypeAlias = Any
+
+
+class ArrayMaker(ABC):
+    """How a backend makes arrays of values, and values of arrays."""
+
+    @abstractmethod
+    def array(self, values: np.ndarray, dtype: DType | None = None) -> Array:
+        """A copy of the values, by default of their own type; ``dtype`` rounds to nearest even."""
+
+    @abstractmethod
+    def wrap(self, values: np.ndarray) -> Array:
+        """The values where the backend computes: on the host over their own memory, which must not change meanwhile."""
+
+    @abstractmethod
+    def zeros(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        """An array of zeros."""
+
+    @abstractmethod
+    def write(self, target: Array, values: np.ndarray) -> None:
+        """Copies values of the target's shape into it, rounded to its type."""
+
+    @abstractmethod
+    def to_numpy(self, x: Array) -> np.ndarray:
+        """The values once they are computed; on the host over the array's own memory."""
+
+    # Between recorded steps:
+
+    @abstractmethod
+    def take_rows(self, x: Array, rows: np.ndarray) -> Array:
+        """A copy of these rows of x."""
+
+    @abstractmethod
+    def put_rows(self, target: Array, rows: np.ndarray, x: Array) -> None:
+        """Copies the rows of x to these rows of the target, converted to its type."""
+
+    @abstractmethod
+    def scatter_columns(self, x: Array, columns: Array, width: int) -> Array:
+        """x, float32 [n, m], in the columns int64 [m] of [n, width] that is -inf elsewhere."""
+
+    @abstractmethod
+    def as_token_ids(self, tokens: Any) -> Array:
+        """What a ``SamplingBackend`` has sampled as a step's token ids; a negative one, which is none, is 0."""
+
+    @abstractmethod
+    def put_tokens(self, token_ids: Array, targets: np.ndarray, tokens: Any, sources: np.ndarray) -> None:
+        """Copies the sampled tokens at ``sources`` to ``targets`` of a step's token ids, negative ones as 0."""
+
+
+# The paged KV cache of a backend: its memory, and copies of its blocks.
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """KV cache of one layer, in the layout of the backend that made it."""
+
+    key: Array
+    #: The same array as ``key`` in a latent cache.
+    value: Array
+    #: KV group of the layer: index of its block tables and slot mapping in the batch.
+    group: int = field(default=0, kw_only=True)
+
+
+class CacheKernels(ABC):
+    """What a backend does for the KV cache."""
+
+    @abstractmethod
+    def block_bytes(self, spec: KVSpec, block_size: int) -> int:
+        """Bytes of one KV cache block of one layer: keys, values, scales and padding.
+
+        Raises:
+            ConfigError: the backend does not support such a cache.
+        """
+
+    @abstractmethod
+    def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
+        """The KV cache of ``layers`` layers of one group, all zero.
+
+        Raises:
+            ConfigError: the backend does not support such a cache.
+        """
+
+    def make_host_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
+        """As ``make_group_cache``, in host memory, for swapped blocks."""
+        return self.make_group_cache(spec, layers, blocks, block_size)
+
+    def make_cache(self, groups: Sequence[LayerGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
+        """The KV cache of all layers, in order, with ``blocks[i]`` blocks for group i."""
+        return _in_layer_order(groups, blocks, block_size, self.make_group_cache)
+
+    def make_host_cache(self, groups: Sequence[LayerGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
+        """As ``make_cache``, in host memory, for swapped blocks."""
+        return _in_layer_order(groups, blocks, block_size, self.make_host_group_cache)
+
+    @abstractmethod
+    def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks (source, target) in every layer.
+
+        A source may have several targets, a target has one source. All sources are read before any target is written.
+        """
+
+    @abstractmethod
+    def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks (source, target) from one cache to another, in every layer.
+
+        Both are caches of this backend, with equal shapes and types except for the number of blocks.
+        """
+
+
+def check_pairs(pairs: Sequence[tuple[int, int]], sources: int, targets: int) -> None:
+    """Refuses to copy blocks (source, target) that caches of so many blocks do not have.
+
+    Raises:
+        IndexError: there is no such block.
+    """
+    for source, target in pairs:
+        if not (0 <= source < sources and 0 <= target < targets):
+            raise IndexError(
+                f"cannot copy block {source} of {sources} to block {target} of {targets}: index out of range"
+            )
+
+
+def _in_layer_order(
+    groups: Sequence[LayerGroup],
+    blocks: Sequence[int],
+    block_size: int,
+    make: Callable[[KVSpec, int, int, int], list[LayerCache]],
+) -> list[LayerCache]:
+    caches: dict[int, LayerCache] = {}
+    for index, (group, count) in enumerate(zip(groups, blocks, strict=True)):
+        made = make(group.spec, len(group.layers), count, block_size)
+        for layer, cache in zip(group.layers, made, strict=True):
+            cache.group = index
+            caches[layer] = cache
+    return [caches[layer] for layer in sorted(caches)]
+
+
+# Collectives of a tensor-parallel group, as kernels call them.
+
+
+class Communicator(Protocol):
+    """One rank of a group; all ranks make the same calls in the same order.
+
+    Arrays are tensors of a GPU; on a CPU they are numpy's or torch's, and become each other over the same memory.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank: 0 to ``size - 1``."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        ...
+
+    def all_reduce(self, x: Any) -> Any:
+        """The sum over the ranks, on every rank; x, contiguous float32, is overwritten.
+
+        The ranks are joined as a binary tree, as even as possible: (0 + 1) + (2 + 3), (0 + 1) + 2.
+        """
+        ...
+
+    def all_gather(self, x: Any) -> Any:
+        """The ranks' x [n, width], contiguous float32, concatenated in rank order: [n, size * width], on every rank."""
+        ...
+
+
+class Collectives:
+    """What a backend does to join the ranks of its group; a single rank has none."""
+
+    #: The tensor-parallel group, if there are several ranks.
+    group: Communicator | None = None
+
+    def join(self, group: Communicator) -> None:
+        """Makes the backend a rank of a tensor-parallel group."""
+        self.group = group
+
+    @abstractmethod
+    def all_reduce(self, x: Array, bias: Array | None = None, add: Array | None = None) -> Array:
+        """The sum of x, contiguous float32 [T, width], over the ranks of ``group``, then + bias, then + add.
+
+        On all ranks alike, in the order of a product's own bias and ``add``. The memory of x may be reused.
+
+        Args:
+            x: this rank's part.
+            bias: float32 [width].
+            add: float32 [T, width].
+        """
+
+    @abstractmethod
+    def all_gather(self, x: Array) -> Array:
+        """The ranks' x, contiguous float32 [T, width], concatenated in rank order: [T, size * width]."""
+
+
+# The interface of packed weights of linear layers.
+
+#: Activation of a product: silu(x) = x * sigmoid(x), gelu by erf, gelu by tanh (Hendrycks & Gimpel 2016), gelu as
+#: x * sigmoid(1.702 x) (same, section 2), or relu.
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+
+
+class PackedWeight(ABC):
+    """A weight [N, K] with its bias, made by ``Kernels.pack``; there is a class for each backend and format."""
+
+    #: Whether the first half of the N rows is a gate projection and the second half the up projection.
+    gated: bool
+    #: Whether ``rows`` gives the values that the weight was packed of, so that a tied embedding needs no table.
+    has_rows = False
+
+    def rows(self, ids: Array, first: int, *, scale: float, dtype: DType) -> Array:
+        """scale * the rows of the weight, rounded to ``dtype`` before, for ids int64 [T]: float32 [T, K].
+
+        Ids are those of ``Kernels.embedding``: row 0 is that of id ``first``, ids outside have zeros.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no rows to look up")
+
+    @abstractmethod
+    def __call__(
+        self,
+        x: Array,
+        out_dtype: DType | None = None,
+        add: Array | None = None,
+        activation: Activation | None = None,
+    ) -> Array:
+        """activation(x W^T + bias + add); of a gated weight activation(gate) * up, each a half of the columns.
+
+        On backends with batch-invariant results, a row of zeros in ``add`` does not change the bits of the row.
+
+        Args:
+            x: [T, K], rows may be strided; of the weight's type, or float32, which is rounded to it.
+            out_dtype: of the result; x's type if None. float32 for logits, as the best two often tie in bfloat16.
+            add: float32 [T, N]: the residual stream, or an adapter's product. A float32 result of the same shape may
+                reuse its memory.
+            activation: required for a gated weight, optional for others.
+
+        Returns:
+            [T, N]; [T, N / 2] of a gated weight.
+        """
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the weight and its bias."""
+
+
+class PackedHeads(ABC):
+    """A matrix [N, K] for each of H heads, made by ``Kernels.pack_heads``."""
+
+    @abstractmethod
+    def __call__(self, x: Array) -> Array:
+        """Each head times its own matrix: x [T, H, K], tokens and heads strided, to [T, H, N] of the same type."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the matrices."""
+
+
+# Mixtures of experts: how a router chooses the experts of a token, and the interface of a layer's packed experts.
+
+
+@dataclass(frozen=True)
+class RoutingSpec:
+    """How experts are chosen from the logits of a router, and what weights they get.
+
+    Scores are the softmax of a token's logits or the sigmoid of each, in float32. The ``top_k`` experts with the
+    highest scores are chosen, of equal ones the lowest; with a bias, those with the highest sum of score and bias. A
+    weight is the score, without the bias.
+    """
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    #: Whether the weights are divided by their sum.
+    renormalize: bool = False
+    #: The weights are multiplied by it at the end.
+    scale: float = 1.0
+    #: The experts are so many groups of equal size, and only those of the best ``top_groups`` are chosen
+    #: (DeepSeek-AI 2024, arXiv 2405.04434, section 2.2.2).
+    num_groups: int = 1
+    top_groups: int = 1
+    #: A group's own score is the sum of the highest so many in it: 1 in DeepSeek-V2, 2 in V3.
+    best_of_group: int = 1
+    #: Experts behind the routed ones that every token has: in the last slots, weighted by the sigmoid of their logits.
+    shared: int = 0
+
+    def check(self, num_experts: int) -> None:
+        """Refuses a number of routed experts of which it cannot choose.
+
+        Raises:
+            ConfigError: it does not divide into the groups, or there are too few experts in the best groups.
+        """
+        groups, size = self.num_groups, num_experts // max(1, self.num_groups)
+        if groups < 1 or num_experts % groups or not 1 <= self.top_groups <= groups:
+            raise ConfigError(f"{num_experts} experts cannot be limited to {self.top_groups} of {groups} equal groups")
+        if not 1 <= self.best_of_group <= size or not 1 <= self.top_k <= size * self.top_groups:
+            raise ConfigError(
+                f"{self.top_k} experts of a token cannot be chosen from {size * self.top_groups}, with groups of "
+                f"{size} compared by their best {self.best_of_group}"
+            )
+
+
+class PackedExperts(ABC):
+    """The feed-forward networks of a layer's experts, made by ``ExpertKernels.pack_experts``."""
+
+    @abstractmethod
+    def __call__(self, x: Array, experts: Array, weights: Array, add: Array | None = None) -> Array:
+        """add + the sum over the token's experts of weight * down(silu(gate(x)) * up(x)).
+
+        The sum is in ascending order of the experts, whatever the order of the slots: it depends on the token alone, so
+        that batch-invariant backends can hold it, and lets a backend read each expert's weights once. The weights of
+        experts that no token has are not read.
+
+        Args:
+            x: [T, E], rows may be strided.
+            experts: int32 [T, slots], each from 0 to the number of experts, those of a token distinct.
+            weights: float32 [T, slots].
+            add: float32 [T, E]; its memory may be reused.
+
+        Returns:
+            Float32 [T, E].
+        """
+
+
+class ExpertKernels(ABC):
+    """What a backend does for mixtures of experts."""
+
+    @abstractmethod
+    def pack_experts(
+        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
+    ) -> PackedExperts:
+        """The experts of a layer, from what ``pack`` made of their matrices; the caller then drops these.
+
+        Args:
+            gate_up: of each expert, gated, without bias; the sizes between the two matrices may differ.
+            down: of each expert, without bias, all with the same ``pieces``.
+            shared: the last so many are experts that every token has.
+
+        Raises:
+            ConfigError: the backend has no products of experts in that format.
+        """
+
+    @abstractmethod
+    def route(self, logits: Array, spec: RoutingSpec, bias: Array | None = None) -> tuple[Array, Array]:
+        """The experts of each token, int32 [T, top_k + shared], and their weights, float32, as ``spec`` says.
+
+        A token whose logits have a NaN gets some experts, with NaN as their weights.
+
+        Args:
+            logits: float32 [T, experts + shared].
+            spec: checked against the number of experts by ``RoutingSpec.check``.
+            bias: float32 [experts], added to the scores for the choice alone (DeepSeek-AI 2024, arXiv 2412.19437,
+                section 2.1.2).
+        """
+
+
+# Low-rank products of adapters (LoRA, Hu et al. 2021, section 4.1): the interface.
+
+#: What rows without an adapter get where nothing else is added: x + -0.0 has the bits of x for every x, zeros included.
+NOTHING = -0.0
+
+
+class LowRankShape(NamedTuple):
+    """The slots of one layer."""
+
+    #: Of this rank; of an embedding the rows of its table.
+    inputs: int
+    #: Of this rank, of each part; of an embedding its width.
+    outputs: tuple[int, ...]
+    #: How many adapters are held at once.
+    slots: int
+    #: The greatest rank of one.
+    max_rank: int
+    #: Of the network.
+    dtype: DType
+
+
+class LowRankPart(NamedTuple):
+    """The two matrices of an adapter for one part of a layer's outputs."""
+
+    #: [rank, inputs] of any floating type.
+    down: np.ndarray
+    #: [outputs, rank] of any floating type, multiplied by the adapter's scale.
+    up: np.ndarray
+
+
+class PackedAdapter(Protocol):
+    """What ``pack`` makes of the matrices of one adapter, in host memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        ...
+
+
+class Adapters(ABC):
+    """The low-rank products of a backend: makes them, and tells them which adapter each row of the current step has."""
+
+    def __init__(self) -> None:
+        self._tokens: Array | None = None
+        self._sampled: Array | None = None
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """Called before a step's network: its low-rank products are of the adapters in ``batch.adapters``."""
+        tokens = batch.adapters if batch.has_adapters else None
+        self.use(tokens, None if tokens is None or batch.all_sampled else self._take(tokens, batch.sampled_rows))
+
+    @abstractmethod
+    def _take(self, slots: Array, rows: Array) -> Array:
+        """The slots of these rows."""
+
+    def use(self, tokens: Array | None, sampled: Array | None = None) -> None:
+        """As ``begin``, for products of any rows.
+
+        Args:
+            tokens: int32 [n], their slots; None: none has an adapter.
+            sampled: of the rows that logits are computed for; None: they are the same.
+        """
+        self._tokens, self._sampled = tokens, tokens if sampled is None else sampled
+
+    def slots(self, *, sampled: bool = False) -> Array | None:
+        """The slots of the step's tokens, int32 [T], or of its sampled rows, [N], -1 of a row without an adapter.
+
+        None if no row has one, and in recorded steps, whose slots are found by the recording.
+        """
+        return self._sampled if sampled else self._tokens
+
+    @abstractmethod
+    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> LowRank:
+        """Empty slots for the low-rank products of a linear layer.
+
+        ``sampled``: whether the rows of x are the step's sampled rows, not its tokens.
+        """
+
+    @abstractmethod
+    def make_low_rank_embedding(self, shape: LowRankShape) -> LowRankEmbedding:
+        """Empty slots for the low-rank products of a token embedding."""
+
+
+class LowRank(ABC):
+    """The low-rank products of a linear layer, made by ``Adapters.make_low_rank``."""
+
+    def __init__(self, shape: LowRankShape) -> None:
+        """See ``Adapters.make_low_rank``."""
+        self.inputs, self.outputs, self.slots, self.max_rank, self.dtype = shape
+
+    def check(self, parts: Sequence[LowRankPart | None]) -> None:
+        """Refuses matrices that do not fit the layer.
+
+        Raises:
+            AdapterError: a shape or a rank is wrong.
+        """
+        if len(parts) != len(self.outputs):
+            raise AdapterError(f"a layer of {len(self.outputs)} parts has no low-rank products of {len(parts)}")
+        for part, outputs in zip(parts, self.outputs, strict=True):
+            if part is not None:
+                check_part(part, self.inputs, outputs, self.max_rank)
+
+    @abstractmethod
+    def pack(self, parts: Sequence[LowRankPart | None]) -> PackedAdapter:
+        """The matrices of an adapter in host memory, rounded to the layer's type, as ``place`` takes them.
+
+        Any thread may call it beside running steps.
+
+        Args:
+            parts: for each part of the outputs, or None where the adapter has none. Ranks may differ.
+
+        Raises:
+            AdapterError: see ``check``.
+        """
+
+    @abstractmethod
+    def place(self, slot: int, packed: Any | None) -> None:
+        """Puts what ``pack`` made into a slot, in the place of what it held, or empties it; between steps."""
+
+    @abstractmethod
+    def __call__(self, x: Array, add: Array | None = None) -> Array | None:
+        """add + up(down(x)) of each row's adapter, as ``Adapters.begin`` says; what a product is to add.
+
+        Rows whose slot is -1 or empty, and columns of parts that their adapter does not have, keep the bits of ``add``;
+        without it they are -0.0, which changes no bit of what it is added to. x and down(x) are rounded to the layer's
+        type. On batch-invariant backends a row's bits do not depend on the other rows.
+
+        Args:
+            x: [T, inputs], rows may be strided; of the layer's type or float32.
+            add: float32 [T, sum of outputs]; its memory may be reused.
+
+        Returns:
+            Float32 [T, sum of outputs]; ``add`` as it is, perhaps None, if no row of the step has an adapter. Of a
+            recorded step it is a buffer, which products ignore in steps without adapters.
+        """
+
+
+class LowRankEmbedding(ABC):
+    """The low-rank products of a token embedding, made by ``Adapters.make_low_rank_embedding``."""
+
+    def __init__(self, shape: LowRankShape) -> None:
+        """See ``Adapters.make_low_rank_embedding``."""
+        self.rows, (self.outputs,), self.slots, self.max_rank, self.dtype = shape
+
+    @abstractmethod
+    def pack(self, part: LowRankPart) -> PackedAdapter:
+        """As ``LowRank.pack``, of down [rank, rows] and up [outputs, rank]."""
+
+    @abstractmethod
+    def place(self, slot: int, packed: Any | None) -> None:
+        """As ``LowRank.place``."""
+
+    @abstractmethod
+    def __call__(self, ids: Array, add: Array, first: int = 0) -> Array:
+        """add + up(column id - first of down) of each token's adapter; ids outside ``down`` add nothing.
+
+        Args:
+            ids: int64 [T], the batch's token ids.
+            add: float32 [T, outputs]; its memory is reused.
+            first: the id of column 0.
+        """
+
+
+def check_part(part: LowRankPart, inputs: int, outputs: int, max_rank: int) -> None:
+    """Refuses a pair of matrices with other shapes than [rank, inputs] and [outputs, rank].
+
+    Raises:
+        AdapterError: they have, or the rank is greater than ``max_rank``.
+    """
+    down, up = tuple(part.down.shape), tuple(part.up.shape)
+    rank = down[0] if down else 0
+    if down != (rank, inputs) or up != (outputs, rank):
+        raise AdapterError(
+            f"low-rank matrices of shapes {list(down)} and {list(up)} do not fit a layer of {inputs} inputs and "
+            f"{outputs} outputs: they must be [rank, {inputs}] and [{outputs}, rank]"
+        )
+    if not 1 <= rank <= max_rank:
+        raise AdapterError(f"rank {rank} is not within 1 and max_lora_rank, {max_rank}")
+
+
+def rounded_part(part: LowRankPart, dtype: DType) -> LowRankPart:
+    """Both matrices of this type, contiguous, in memory of their own."""
+    return LowRankPart(*(np.array(matrix, dtype.numpy, order="C") for matrix in part))
 
 
 class PartedForward:
@@ -351,3 +896,42 @@ class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
         The positions of queries, ``batch.positions``, are consecutive within a sequence, but need not be the last of
         its context, which has ``batch.seq_lens`` tokens.
         """
+
+
+# A wrapper of a backend that measures the seconds spent inside kernels.
+
+
+class KernelClock:
+    """Wraps every kernel of a backend and sums the time spent inside.
+
+    Nested calls are counted once: calls within the backend are not wrapped, and a captured forward counts as a whole.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.seconds = 0.0
+
+    def time(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, timed as a kernel."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before, start = self.seconds, time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds = before + time.perf_counter() - start
+
+        return timed
+
+    def capture(self, forward: Forward, largest: BatchSize) -> Forward:
+        """The backend's capture. A replay is timed as one kernel; an uncaptured forward calls timed kernels."""
+        captured = self._kernels.capture(forward, largest)
+        return captured if captured is forward else self.time(captured)
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._kernels, name)
+        if not callable(attribute):
+            return attribute
+        timed = self.time(attribute)
+        setattr(self, name, timed)  # found without __getattr__ next time
+        return timed

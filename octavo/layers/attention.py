@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
-from octavo.core.kv_spec import KVSpec
+import numpy as np
+
+from octavo.config.kv_spec import KVSpec
+from octavo.core.dtypes import DType
+from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.arrays import Array
-from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec
-from octavo.layers.context import LayerContext
-from octavo.layers.layer import Layer
-from octavo.layers.linear import QKVParallelLinear, RowParallelLinear
-from octavo.layers.norm import RMSNorm
-from octavo.layers.rope import RotaryRows
+from octavo.kernels.interface import Array, AttentionSpec, LayerCache, PackedHeads, PositionBias
+from octavo.kernels.weight_rows import QuantizedRows
+from octavo.layers.layer import Layer, LayerContext, RMSNorm, Weight
+from octavo.layers.linear import ParallelLinear, Part, QKVParallelLinear, RowParallelLinear, share_heads
+from octavo.layers.rope import RotaryRows, RotaryTable
 
 
 class Attention(Layer):
@@ -91,3 +93,262 @@ class Attention(Layer):
         else:
             q = kernels.rotary_and_cache(q, k, v, batch, self.rotary.array, cache, self.rotary.sections)
         return kernels.paged_attention(q, cache, batch, self.spec).reshape(tokens, -1)
+
+
+# Slopes of attention with linear biases.
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """A slope for each query head (Press et al. 2021, section 3).
+
+    For n heads, n a power of two, the slopes are 2^(-8 i / n), i = 1 to n. Otherwise they are those of the greatest
+    power of two below n, and then every other one of twice as many heads, as in the authors' code.
+    """
+    known = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * i / known) for i in range(1, known + 1)]
+    slopes += [2.0 ** (-4.0 * i / known) for i in range(1, 2 * (heads - known), 2)]
+    return tuple(slopes)
+
+
+# Relative position bias: what is added to scores depends on the distance of query and key, in buckets.
+
+
+class RelativeBias(Layer):
+    """A table [buckets, heads] of the checkpoint, spread over the distances; layers may share it.
+
+    Half of the buckets are for keys before the query, half for those after it, or all are for those before it where
+    none after it are seen (``causal``). Half of those of one side have one distance each, and the others grow by the
+    logarithm up to ``longest``: the last one has all distances beyond (Raffel et al. 2020, section 2.1).
+    """
+
+    def __init__(
+        self, context: LayerContext, heads: int, buckets: int, longest: int = 128, *, causal: bool = False
+    ) -> None:
+        """Raises ConfigError for fewer buckets than that needs, or a ``longest`` that has a bucket of its own."""
+        super().__init__()
+        sides = 1 if causal else 2
+        exact = buckets // sides // 2
+        if exact == 0 or longest <= exact:
+            raise ConfigError(
+                f"{buckets} buckets of relative positions up to {longest} are not possible: there must be at least "
+                f"{2 * sides} buckets, and distances of more than {exact}"
+            )
+        self.expected["weight"] = (buckets, heads)
+        self.holds.append(Weight("weight", (buckets, heads), "vector", DType.FLOAT32))
+        self.bias = PositionBias.zeros(heads, longest)
+        self._buckets, self._longest, self._causal = buckets, longest, causal
+
+    def place(self, shard: str, tensor: np.ndarray) -> None:
+        """Spreads the table."""
+        reach = self.bias.reach
+        index = buckets_of(np.arange(-reach, reach + 1), self._buckets, self._longest, causal=self._causal)
+        self.bias.values[:] = tensor.astype(np.float32)[index].T
+
+
+def buckets_of(distance: np.ndarray, buckets: int, longest: int, *, causal: bool = False) -> np.ndarray:
+    """The bucket of each distance, position of the key - position of the query; int64. See ``RelativeBias``."""
+    half = buckets if causal else buckets // 2
+    exact, size = half // 2, np.maximum(-distance, 0) if causal else np.abs(distance)
+    # In float32, as models were trained with it: the logarithm decides where buckets begin.
+    ratio = np.log(np.maximum(size, 1).astype(np.float32) / np.float32(exact)) / np.float32(math.log(longest / exact))
+    large = np.minimum(exact + (ratio * np.float32(half - exact)).astype(np.int64), half - 1)
+    after = 0 if causal else np.where(distance > 0, half, 0)
+    return after + np.where(size < exact, size, large)
+
+
+# Attention of a decoder's tokens over the output of an encoder (Vaswani et al. 2017, section 3.2.3).
+
+
+class QueryParallelLinear(ParallelLinear):
+    """The query projection alone: this rank's heads."""
+
+    def __init__(self, context: LayerContext, hidden: int, outputs: int, rows: slice, bias: bool) -> None:
+        super().__init__(context, [Part("", outputs, rows, slice(None))], hidden, hidden, bias)
+
+
+class KVParallelLinear(ParallelLinear):
+    """Key and value projections in one product: this rank's KV heads."""
+
+    prefix = "kv_proj."
+
+    def __init__(self, context: LayerContext, inputs: int, outputs: int, rows: slice, bias: bool) -> None:
+        parts = [Part(name, outputs, rows, slice(None)) for name in ("k_proj", "v_proj")]
+        super().__init__(context, parts, inputs, inputs, bias)
+
+
+@dataclass(frozen=True)
+class CrossQueries:
+    """Queries of a layer's cross attention."""
+
+    #: [T, H, D] of this rank's heads.
+    values: Array
+    #: Which those are of all.
+    heads: slice
+    num_heads: int
+    spec: AttentionSpec
+
+
+class CrossAttention(Layer):
+    """Queries of the decoder's tokens, keys and values of the encoder's output.
+
+    The keys and values lie in the cache of the layer's self-attention, in blocks of their own: ``write`` puts them
+    there once, and every later step reads them over the batch's cross tables. So they have the shape of the decoder's.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        scale: float | None = None,
+        *,
+        width: int | None = None,
+    ) -> None:
+        """Tensors are named q_proj, k_proj, v_proj and o_proj.
+
+        Args:
+            config: heads and biases of the decoder.
+            context: as for all layers.
+            scale: of the scores; None: that of the head size.
+            width: of the encoder's output; None: that of the decoder.
+        """
+        super().__init__()
+        heads, kv_heads, head_dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
+        context = replace(context, max_loras=0)
+        own, own_kv = share_heads(context, heads, kv_heads)
+        columns = slice(own.start * head_dim, own.stop * head_dim)
+        rows = slice(own_kv.start * head_dim, own_kv.stop * head_dim)
+        self.kernels, self.head_dim = context.kernels, head_dim
+        query = QueryParallelLinear(context, hidden, heads * head_dim, columns, config.qkv_bias)
+        self.query = self.attach("q_proj", query)
+        kv = KVParallelLinear(context, width or hidden, kv_heads * head_dim, rows, config.qkv_bias)
+        self.kv = self.attach("", kv)
+        self.kv_heads = own_kv.stop - own_kv.start
+        self._own, self._num_heads = own, heads
+        self.out = self.attach("o_proj", RowParallelLinear(context, heads * head_dim, hidden, config.o_bias, columns))
+        self.spec = AttentionSpec(head_dim**-0.5 if scale is None else scale, causal=False, cross=True)
+        context.kernels.check_attention(self.spec)
+
+    def write(self, states: Array, cache: LayerCache, batch: ForwardBatch) -> None:
+        """Writes keys and values of the encoder's output [T, E], whose batch this is, to the slots of the cache."""
+        heads = self.kv(states).reshape(states.shape[0], -1, self.head_dim)
+        keys, values = heads[:, : self.kv_heads], heads[:, self.kv_heads :]
+        self.kernels.reshape_and_cache(keys, values, cache, batch.slot_mapping[cache.group])
+
+    def queries(self, x: Array) -> CrossQueries:
+        """The queries of x [T, E]."""
+        values = self.query(x).reshape(x.shape[0], -1, self.head_dim)
+        return CrossQueries(values, self._own, self._num_heads, self.spec)
+
+    def add_to(self, residual: Array, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+        """residual + the attention of x [T, E], float32 [T, E]; the residual's memory may be reused."""
+        attended = self.kernels.paged_attention(self.queries(x).values, cache, batch, self.spec)
+        return self.out.add_to(residual, attended.reshape(x.shape[0], -1))
+
+
+# Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), in its absorbed form.
+
+#: Of the norms of latents, whatever that of the network is.
+_EPS = 1e-6
+_ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """The dimensions of latent attention, under the names of the paper's symbols."""
+
+    heads: int
+    #: Dimensions of the latent that queries are expanded from (d_c'); None: they are projected directly.
+    q_rank: int | None
+    #: Of the latent of keys and values (d_c).
+    kv_rank: int
+    #: Of a head's query and key: those without positions (d_h), and those that are rotated (d_h^R).
+    nope: int
+    rope: int
+    #: Of a head's value.
+    value: int
+
+    @property
+    def cached(self) -> int:
+        """Numbers of a token in the cache."""
+        return self.kv_rank + self.rope
+
+
+class LatentAttention(Layer):
+    """The attention of a layer; each rank has a share of the heads, and all of the cache."""
+
+    def __init__(
+        self, context: LayerContext, hidden: int, shape: LatentShape, scale: float, rotary: RotaryTable
+    ) -> None:
+        super().__init__()
+        own = context.share(shape.heads, "query heads", 1)
+        head = shape.nope + shape.rope
+        rows, columns = slice(own.start * head, own.stop * head), slice(own.start * shape.value, own.stop * shape.value)
+        query = Part("q_proj", shape.heads * head, rows, _ALL)
+        self.q_norm = self.q_up = None
+        if shape.q_rank is not None:
+            self.q_norm = self.attach("q_a_layernorm", RMSNorm(context, shape.q_rank, _EPS))
+            up = Part("", shape.heads * head, rows, _ALL)
+            self.q_up = self.attach("q_b_proj", ParallelLinear(context, [up], shape.q_rank, shape.q_rank, False))
+            query = Part("q_a_proj", shape.q_rank, slice(0, shape.q_rank), _ALL)
+        self.down = self.attach("", _DownProjection(context, query, shape, hidden))
+        self.kv_norm = self.attach("kv_a_layernorm", RMSNorm(context, shape.kv_rank, _EPS))
+        self.kv_up = self.attach("kv_b_proj", _UpProjection(context, shape, own))
+        out = RowParallelLinear(context, shape.heads * shape.value, hidden, False, columns)
+        self.out = self.attach("o_proj", out)
+        self.kernels, self.rotary, self._head = context.kernels, rotary, head
+        #: Columns of the first product: the queries', then the latent's, then the rotated key's.
+        self._latent, self._rope = query.size, query.size + shape.kv_rank
+        self.kv_spec = KVSpec("latent", 1, shape.cached, context.kv_dtype_name)
+        self.spec = AttentionSpec(scale, value_dim=shape.kv_rank)
+        context.kernels.check_attention(self.spec)
+
+    def add_to(self, residual: Array, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+        """residual + attention of x, both [T, E]; writes the tokens' latents and rotated keys to the cache."""
+        tokens, kernels = x.shape[0], self.kernels
+        down = self.down(x)
+        q, latent, k_rope = down[:, : self._latent], down[:, self._latent : self._rope], down[:, self._rope :]
+        if self.q_norm is not None and self.q_up is not None:
+            q = self.q_up(self.q_norm(q))
+        q = kernels.latent_rotary_and_cache(
+            q.reshape(tokens, -1, self._head),
+            self.kv_norm(latent),
+            k_rope,
+            self.kv_up.keys,
+            batch,
+            self.rotary.array,
+            cache,
+        )
+        attended = kernels.paged_attention(q, cache, batch, self.spec)
+        return self.out.add_to(residual, self.kv_up.values(attended).reshape(tokens, -1))
+
+
+class _DownProjection(ParallelLinear):
+    """Queries, or the latent that they are expanded from, and the latent and rotated key, in one product."""
+
+    prefix = "q_kv_a_proj."
+
+    def __init__(self, context: LayerContext, query: Part, shape: LatentShape, hidden: int) -> None:
+        kv = Part("kv_a_proj_with_mqa", shape.cached, slice(0, shape.cached), _ALL)
+        super().__init__(context, [query, kv], hidden, hidden, False)
+
+
+class _UpProjection(Layer):
+    """The matrices that would expand latents to the heads' keys and values; never quantised."""
+
+    def __init__(self, context: LayerContext, shape: LatentShape, own: slice) -> None:
+        super().__init__()
+        #: To multiply queries by, [heads, kv_rank, nope], and what they attend to, [heads, value, kv_rank].
+        self.keys: PackedHeads
+        self.values: PackedHeads
+        self._context, self._own, self._nope, self._value = context, own, shape.nope, shape.value
+        head = shape.nope + shape.value
+        self.expected["weight"] = (shape.heads * head, shape.kv_rank)
+        self.holds.append(Weight("weight", ((own.stop - own.start) * head, shape.kv_rank), "linear", context.dtype))
+
+    def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
+        """Packs the matrices of this rank's heads."""
+        rows = tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
+        heads = rows.reshape(-1, self._nope + self._value, rows.shape[1])[self._own]
+        kernels, dtype = self._context.kernels, self._context.dtype
+        self.keys = kernels.pack_heads(heads[:, : self._nope].transpose(0, 2, 1), dtype)
+        self.values = kernels.pack_heads(heads[:, self._nope :], dtype)

@@ -2,14 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from octavo.core.errors import WeightError
-from octavo.kernels.quantized_rows import QuantizedRows
-from octavo.layers.lora import LoraLayer
+from octavo.core.dtypes import DType
+from octavo.core.errors import AdapterError, ConfigError, WeightError
+from octavo.kernels.interface import (
+    Array,
+    Kernels,
+    LowRank,
+    LowRankEmbedding,
+    LowRankPart,
+    LowRankShape,
+    PackedAdapter,
+    check_part,
+)
+from octavo.kernels.weight_rows import QuantizedRows
+
+# Layers that can hold adapters' low-rank matrices.
+
+#: The matrices of one adapter for a part of a layer: A [rank, in] and B [out, rank], times the adapter's scale.
+LoraMatrices = tuple[np.ndarray, np.ndarray]
+
+
+class LoraLayer(ABC):
+    """A layer to whose product adapters may add low-rank ones; without slots for them it has no ``low_rank``."""
+
+    #: Whole sizes, of all ranks together, of the parts that adapters name: (outputs, inputs) by the part's name below
+    #: the layer's, empty if it is the layer's own.
+    lora_parts: Mapping[str, tuple[int, int]]
+    low_rank: LowRank | LowRankEmbedding | None = None
+
+    @abstractmethod
+    def pack_lora(self, weights: Mapping[str, LoraMatrices]) -> PackedAdapter:
+        """This rank's share of an adapter's matrices in host memory, for ``place_lora``.
+
+        Any thread may call it beside running steps.
+
+        Args:
+            weights: whole matrices by part; a part may be absent.
+
+        Raises:
+            AdapterError: a shape does not fit the layer, or a rank is above ``LayerContext.max_lora_rank``.
+        """
+
+    def check_lora(self, weights: Mapping[str, LoraMatrices], max_rank: int) -> dict[str, LowRankPart]:
+        """The same, if all of them are whole matrices of this layer's parts.
+
+        Raises:
+            AdapterError: see ``pack_lora``.
+        """
+        for name, (down, up) in weights.items():
+            if name not in self.lora_parts:
+                known = ", ".join(self.lora_parts) or "none"
+                raise AdapterError(f"the layer has no part {name!r}; its parts: {known}")
+            outputs, inputs = self.lora_parts[name]
+            check_part(LowRankPart(down, up), inputs, outputs, max_rank)
+        return {name: LowRankPart(*matrices) for name, matrices in weights.items()}
+
+    def place_lora(self, slot: int, packed: PackedAdapter | None) -> None:
+        """Puts what ``pack_lora`` made into a slot, in the place of what it held, or empties it; between steps."""
+        assert self.low_rank is not None
+        self.low_rank.place(slot, packed)
+
 
 LayerT = TypeVar("LayerT", bound="Layer")
 
@@ -98,3 +157,147 @@ class Layer:
 
     def complete(self) -> None:
         """Called after the last expected tensor is placed."""
+
+
+# What layers are built with: kernel backend, dtype, device, and the rank's share of the network.
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Common to all layers of a network. Collectives of the ranks are operations of ``kernels``."""
+
+    kernels: Kernels
+    #: Type of weights and activations.
+    dtype: DType
+    #: Format of the matrices of linear layers and of the head: "int8", "int4", "fp8", that of the checkpoint ("gguf" or
+    #: ``CheckpointQuantization.name``), or None (``dtype``).
+    quantization: str | None = None
+    #: Type of the KV cache, as in ``KVSpec.dtype``; "auto": ``dtype``.
+    kv_cache_dtype: str = "auto"
+    #: Positions that tables of positions have at first, see ``Network.extend_positions``; None: all of the model's.
+    positions: int | None = None
+    tp_rank: int = 0
+    tp_size: int = 1
+    #: Indices of the network's layers that this pipeline stage computes; None: all.
+    layers: range | None = None
+    #: Slots for adapters' low-rank products, and the greatest rank of one; 0: layers have none.
+    max_loras: int = 0
+    max_lora_rank: int = 0
+    #: Rows of the embedding for virtual tokens of prompt adapters.
+    virtual_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tp_rank < self.tp_size:
+            raise ConfigError(f"tp_rank must be 0 to {self.tp_size - 1} (tp_size - 1), not {self.tp_rank}")
+
+    @property
+    def tensor_quantization(self) -> str | None:
+        """What ``Kernels.pack`` makes of matrices that come as arrays: "int8", "int4", "fp8", or None (``dtype``)."""
+        return self.quantization if self.quantization in ("int8", "int4", "fp8") else None
+
+    @property
+    def kv_dtype_name(self) -> str:
+        """Type of the KV cache's numbers, as in ``KVSpec.dtype``."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
+    def low_rank_shape(self, inputs: int, *outputs: int) -> LowRankShape:
+        """The slots for adapters of a layer of these sizes, of this rank; see ``LowRankShape``."""
+        return LowRankShape(inputs, outputs, self.max_loras, self.max_lora_rank, self.dtype)
+
+    def layers_of(self, num_layers: int) -> range:
+        """The layers of this stage, in a network of ``num_layers``.
+
+        Raises:
+            ConfigError: ``layers`` is not a range within the network.
+        """
+        layers = range(num_layers) if self.layers is None else self.layers
+        if not 0 <= layers.start < layers.stop <= num_layers or layers.step != 1:
+            raise ConfigError(f"a pipeline stage has a run of the layers 0 to {num_layers - 1}, not {layers}")
+        return layers
+
+    def share(self, size: int, what: str, unit: int) -> slice:
+        """This rank's part of 0 to ``size``; the parts of the ranks follow each other.
+
+        They are equal if the number of ranks divides ``size``. Otherwise each has whole units (the last unit may be
+        smaller), and the first ranks one more than the others. ``what`` names the quantity in the error.
+
+        Raises:
+            ConfigError: there are fewer units than ranks.
+        """
+        rank, ranks = self.tp_rank, self.tp_size
+        unit = unit if size % ranks else size // ranks
+        units = -(-size // unit)
+        if units < ranks:
+            raise ConfigError(
+                f"{what} ({size}) cannot be shared by {ranks} tensor-parallel workers: each needs at least {unit}"
+            )
+        each, larger = divmod(units, ranks)
+        start = rank * each + min(rank, larger)
+        stop = start + each + (rank < larger)
+        return slice(start * unit, min(stop * unit, size))
+
+
+# Norms; every rank holds all of their weights.
+
+
+class _Norm(Layer):
+    """Vectors [size] under their checkpoint names."""
+
+    def __init__(self, context: LayerContext, size: int, eps: float, names: tuple[str, ...], dtype: DType) -> None:
+        super().__init__()
+        self.kernels = context.kernels
+        self.eps = eps
+        self.dtype = context.dtype
+        self.weight: Array
+        self.bias: Array | None = None
+        self._stored = dtype
+        for name in names:
+            self.expected[name] = (size,)
+            self.holds.append(Weight(name, (size,), "vector", dtype))
+
+    def place(self, shard: str, tensor: np.ndarray) -> None:
+        """Copies the vector."""
+        setattr(self, shard, self.kernels.array(tensor, self._stored))
+
+
+class RMSNorm(_Norm):
+    """Root mean square norm over the last dimension (Zhang & Sennrich 2019).
+
+    With ``unit_offset`` the checkpoint holds the weight less 1. The weight is float32 then: 1 + w would lose most of
+    the bits of a small w in bfloat16.
+    """
+
+    def __init__(self, context: LayerContext, size: int, eps: float, *, unit_offset: bool = False) -> None:
+        super().__init__(context, size, eps, ("weight",), DType.FLOAT32 if unit_offset else context.dtype)
+        self._unit_offset = unit_offset
+
+    def __call__(self, x: Array) -> Array:
+        """The norm of x, of the same shape and of the network's type."""
+        return self.kernels.rms_norm(x, self.weight, self.eps, out_dtype=self.dtype)
+
+    def float32(self, x: Array) -> Array:
+        """The norm of x in float32, as a residual stream."""
+        return self.kernels.rms_norm(x, self.weight, self.eps, out_dtype=DType.FLOAT32)
+
+    def add_to(self, residual: Array, x: Array) -> Array:
+        """residual + the norm of x, float32 [T, E]; the residual's memory may be reused."""
+        return self.kernels.rms_norm(x, self.weight, self.eps, add=residual)
+
+    def place(self, shard: str, tensor: np.ndarray) -> None:
+        """Copies the weight."""
+        super().place(shard, tensor.astype(np.float32) + np.float32(1.0) if self._unit_offset else tensor)
+
+
+class LayerNorm(_Norm):
+    """Layer norm over the last dimension (Ba et al. 2016)."""
+
+    def __init__(self, context: LayerContext, size: int, eps: float, *, bias: bool = True) -> None:
+        super().__init__(context, size, eps, ("weight", "bias") if bias else ("weight",), context.dtype)
+
+    def __call__(self, x: Array) -> Array:
+        """The norm of x, of the same shape and of the network's type."""
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, out_dtype=self.dtype)
+
+    def float32(self, x: Array) -> Array:
+        """The norm of x in float32, as a residual stream."""
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, out_dtype=DType.FLOAT32)

@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ROPE_TYPES, ModelConfig, RopeConfig
-from octavo.kernels.arrays import Array, ArrayMaker
+from octavo.kernels.interface import Array, ArrayMaker
+from octavo.layers.layer import LayerContext
+from octavo.layers.vocabulary import PositionEmbedding
 
 #: Rows that are computed at once: what is set aside for their angles stays small beside the table.
 _PIECE = 1 << 16
@@ -220,3 +222,23 @@ _SCALINGS: dict[str, Callable[[ModelConfig, RopeConfig], tuple[NDArray[np.float3
     "longrope": _longrope,
     "llama3": _llama3,
 }
+
+
+# Positions that are sines and cosines, which no checkpoint needs to hold (Vaswani et al. 2017, section 3.5).
+
+
+class SinusoidalPositions(PositionEmbedding):
+    """A table that is computed; the first half of a row are sines, the second cosines."""
+
+    def __init__(self, context: LayerContext, rows: int, hidden_size: int) -> None:
+        super().__init__(context, rows, hidden_size)
+        self.load("weight", sinusoids(rows, hidden_size))
+
+
+def sinusoids(rows: int, width: int) -> np.ndarray:
+    """float32 [rows, width]: position / 10000 ** (2 i / width) is the angle of sine i and of cosine i.
+
+    Angles are computed in float64; an odd width has one sine more than cosines.
+    """
+    angles = np.outer(np.arange(rows), 10000.0 ** (-2.0 * np.arange((width + 1) // 2) / width))
+    return np.concatenate((np.sin(angles), np.cos(angles[:, : width // 2])), axis=1).astype(np.float32)

@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.core.errors import ConfigError, ModelNotFoundError
-from octavo.loader.builtin import BUILTIN, fetch_builtin
-from octavo.loader.ctranslate2_magic import MODEL_NAME as CTRANSLATE2_NAME
-from octavo.loader.ctranslate2_magic import is_ctranslate2
-from octavo.loader.gguf_parts import split_paths
-from octavo.loader.model_cache import cache_dir, publish
-from octavo.loader.shapes import SHAPES, shape_folder
+from octavo.loader.builtin import BUILTIN, SHAPES, fetch_builtin, shape_folder
+from octavo.loader.files import MODEL_NAME as CTRANSLATE2_NAME
+from octavo.loader.files import cache_dir, is_ctranslate2, publish, split_paths
 
 if TYPE_CHECKING:
-    from octavo.core.config import ModelOptions
+    from octavo.config.options import ModelOptions
     from octavo.core.model_config import CheckpointQuantization
+
 
 #: Incremented when other files are written for the same GGUF file, so that old ones are not used.
 FOLDER_VERSION = 5
@@ -62,7 +60,7 @@ def resolve_model(name: str, *, revision: str | None = None, progress: bool = Tr
     if name in SHAPES:
         return shape_folder(name)
     if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
-        from octavo.loader.hub import fetch_hub
+        from octavo.loader.files import fetch_hub
 
         return fetch_hub(name, revision=revision, progress=progress, weights=weights)
     raise ModelNotFoundError(_not_found(name))
@@ -140,7 +138,7 @@ def ctranslate2_folder(path: Path, label: str | None = None) -> Path:
     target = cache_dir() / "models" / f"{safe}-{_fingerprint(path.resolve() / CTRANSLATE2_NAME)}"
 
     def fill(folder: Path) -> None:
-        from octavo.loader.ctranslate2_whisper import write_whisper_folder
+        from octavo.loader.ctranslate2 import write_whisper_folder
 
         write_whisper_folder(path, folder)
 
@@ -197,7 +195,7 @@ def _no_such_file(name: str) -> str:
 
 def _not_found(name: str) -> str:
     if match := _GGUF_ID.fullmatch(name):
-        from octavo.loader.hub import gguf_advice
+        from octavo.loader.files import gguf_advice
 
         return f"{name} names a GGUF file of the hub repository {match[1]}: {gguf_advice(match[1], match[2])}"
     if _is_path(name):
@@ -209,3 +207,40 @@ def _not_found(name: str) -> str:
         f"no model {name!r}; {hint}accepted: {_ACCEPTED}; built in: {', '.join(BUILTIN)}; shapes without weights, "
         f"for measurements with load_format dummy: {', '.join(SHAPES)}"
     )
+
+
+# What tells one state of a model's files from another, in milliseconds.
+
+#: Files that decide what a network computes and what its tokens mean.
+_SUFFIXES = {".safetensors", ".gguf", ".json", ".model", ".txt", ".bin", ".jinja"}
+
+
+#: Of them, those that a front end reads.
+_DESCRIPTIONS = {".json", ".model", ".txt", ".jinja"}
+
+
+def description_digest(folder: Path) -> str:
+    """A digest of the contents of a model's configuration and tokenizer, which an engine's front end has read once."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _DESCRIPTIONS and not path.name.endswith(".index.json") and path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{path.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+def checkpoint_digest(model: str, folder: Path) -> str:
+    """A digest of the names, sizes and times of change of a model's files, links followed.
+
+    ``model``: as the option names it; ``folder``: where it was found. The contents are not read, which would take as
+    long as the start does: a file that was written again with the same contents counts as another, as it is better to
+    refuse what could go on than to mix two models in one answer.
+    """
+    source = gguf_source(model)
+    files = [path for path in folder.iterdir() if path.suffix in _SUFFIXES] if folder.is_dir() else []
+    facts = []
+    for path in [*files, *(split_paths(source) if source is not None else ())]:
+        if path.is_file():
+            stat = path.stat()
+            facts.append((path.name, stat.st_size, stat.st_mtime_ns))
+    return hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()

@@ -10,22 +10,29 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 from tokenizers import AddedToken, Tokenizer
 
 from octavo.core.errors import TokenizerError, UnsupportedModelError
-from octavo.loader.byte_level import byte_alphabet
-from octavo.loader.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from octavo.loader.sentencepiece_model import CONTROL, SentencePieceModel, parse_sentencepiece
-from octavo.loader.tokenizer_parts import (
+from octavo.loader.sentencepiece import (
+    CONTROL,
     MAX_ID,
+    PRE_TOKENIZERS,
+    PreTokenizer,
+    SentencePieceModel,
+    build_marian,
+    byte_alphabet,
     byte_level_bpe,
+    has_marian_files,
     merges_by_rank,
+    parse_sentencepiece,
     read_bytes,
     read_ids,
     read_lines,
     read_object,
     surround,
     token_text,
+    word_piece,
 )
 
 _END = "<|endoftext|>"
@@ -310,3 +317,140 @@ def _surround(tokenizer: Tokenizer, family: _Family, config: Mapping[str, Any]) 
         surround(tokenizer, *around, between=around[1], second=0)
     else:
         surround(tokenizer, *around)
+
+
+# The tokenizer of a folder with vocab.txt: WordPiece, as BERT and its relatives were published.
+
+_SPECIAL = {
+    "unk_token": "[UNK]",
+    "sep_token": "[SEP]",
+    "pad_token": "[PAD]",
+    "cls_token": "[CLS]",
+    "mask_token": "[MASK]",
+}
+
+
+def word_piece_file(folder: Path) -> Path | None:
+    """The vocabulary, if the folder has one."""
+    file = folder / "vocab.txt"
+    return file if file.is_file() else None
+
+
+def build_word_piece(file: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer of a vocabulary with a token a line, and ``config`` with the special tokens that it does not name.
+
+    Args:
+        file: vocab.txt.
+        config: the content of tokenizer_config.json and special_tokens_map.json.
+
+    Raises:
+        TokenizerError: it is damaged, or lacks a special token.
+    """
+    tokens = read_lines(file)
+    named = {name: token_text(config.get(name)) or default for name, default in _SPECIAL.items()}
+    needed = (named[name] for name in ("unk_token", "sep_token", "cls_token"))
+    if missing := [token for token in needed if token not in tokens]:
+        raise TokenizerError(f"{file} has no token {missing[0]!r}, which stands around texts or for unknown words")
+    accents = config.get("strip_accents")
+    tokenizer = word_piece(
+        file,
+        tokens,
+        unknown=named["unk_token"],
+        lowercase=config.get("do_lower_case", True) is not False,
+        strip_accents=accents if isinstance(accents, bool) else None,
+        splits_chinese=config.get("tokenize_chinese_chars", True) is not False,
+    )
+    kept = [token for token in named.values() if token in tokens]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in kept])
+    surround(tokenizer, [named["cls_token"]], [named["sep_token"]], between=[])
+    return tokenizer, {**named, **{key: value for key, value in config.items() if value is not None}}
+
+
+# The tokenizer of a folder as the library ``tokenizers`` has it, with its special tokens.
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def load_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """The tokenizer of a folder: tokenizer.json, else what ``build_tokenizer`` makes of the files of its family.
+
+    Returns:
+        With it, the content of tokenizer_config.json and special_tokens_map.json.
+
+    Raises:
+        TokenizerError: there is none, or a file cannot be understood.
+        UnsupportedModelError: there is no tokenizer.json, and the family of the other files is not known.
+    """
+    path, config = folder / "tokenizer.json", _read_config(folder)
+    if path.is_file():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as e:  # the library raises plain Exception
+            raise TokenizerError(f"{path} cannot be read: {e}") from e
+    elif has_marian_files(folder):
+        backend, config = build_marian(folder, config, "target")
+    elif (vocabulary := word_piece_file(folder)) is not None:
+        backend, config = build_word_piece(vocabulary, config)
+    elif tokenizer_files(folder):
+        backend, config = build_tokenizer(folder, config)
+    else:
+        there = sorted(p.name for p in folder.glob("*token*")) if folder.is_dir() else []
+        found = f"there is {', '.join(there)}" if there else "and no other tokenizer"
+        raise TokenizerError(
+            f"{folder} has no tokenizer.json ({found}), nor vocab.json with merges.txt, vocab.txt, "
+            "tokenizer.model, spiece.model, *.tiktoken, or source.spm and target.spm with vocab.json; "
+            "transformers writes one with AutoTokenizer.from_pretrained(...).save_pretrained(folder); "
+            "measurements with load_format='dummy' need none"
+        )
+    complete_backend(backend, config)
+    return backend, config
+
+
+def load_source_backend(folder: Path) -> tokenizers.Tokenizer | None:
+    """The tokenizer of what an encoder reads, where that is not the one of what the decoder writes.
+
+    Raises:
+        TokenizerError, UnsupportedModelError: as for ``load_backend``.
+    """
+    if (folder / "tokenizer.json").is_file() or not has_marian_files(folder):
+        return None
+    backend, config = build_marian(folder, _read_config(folder), "source")
+    complete_backend(backend, config)
+    return backend
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether ``load_backend`` finds files to read in a folder."""
+    files = has_marian_files(folder) or word_piece_file(folder) or tokenizer_files(folder)
+    return (folder / "tokenizer.json").is_file() or bool(files)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, and what special_tokens_map.json has beside it."""
+    config = read_object(folder / "tokenizer_config.json")
+    for name, value in read_object(folder / "special_tokens_map.json").items():
+        config.setdefault(name, value)
+    return config
+
+
+def complete_backend(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Makes special what ``config`` names so and the tokenizer does not; ids stay as they are. Texts are not cut."""
+    backend.no_truncation()
+    backend.no_padding()
+    special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
+    for text in dict.fromkeys([*named_tokens(config).values(), *_extra_tokens(config)]):
+        if text not in special:
+            backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+
+
+def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens under the names that templates use, such as ``bos_token``."""
+    return {name: text for name in _NAMED if (text := token_text(config.get(name))) is not None}
+
+
+def _extra_tokens(config: Mapping[str, Any]) -> list[str]:
+    entries: list[Any] = []
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        given = config.get(name)
+        entries += given if isinstance(given, list) else list(given.values()) if isinstance(given, dict) else []
+    return [text for entry in entries if (text := token_text(entry)) is not None]

@@ -7,21 +7,40 @@ dropped, which it is when the layers have packed its tensors.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import mmap
+import re
+import sys
+import time
+import zlib
 from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from octavo.core.errors import WeightError
-from octavo.core.untracked import return_freed_memory
-from octavo.kernels.quantized_rows import QuantizedRows
-from octavo.layers.layer import Layer
-from octavo.loader.ctranslate2_magic import MODEL_NAME, is_ctranslate2
-from octavo.loader.ctranslate2_whisper import whisper_tensors
-from octavo.loader.stored import DTYPES, Stored
+from octavo.config.options import ModelOptions
+from octavo.core.dtypes import DTYPES, DType, Stored, rounded
+from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
+from octavo.core.garbage import return_freed_memory
+from octavo.core.model_config import ModelConfig
+from octavo.core.outputs import DenseConfig
+from octavo.kernels.weight_rows import GGUFRows, QuantizedRows
+from octavo.layers.layer import Layer, LayerContext
+from octavo.loader.ctranslate2 import whisper_tensors
+from octavo.loader.files import MODEL_NAME, is_ctranslate2, split_paths
+from octavo.loader.quantized import with_unpacking
+from octavo.loader.resolve import gguf_source
+from octavo.models.checkpoint import CheckpointEntry, Drop, Pairs, Rename, Shapes, ZerosFor, without_values
+from octavo.models.config_files import ConfigReader, read_json, read_model_config
+from octavo.models.eagle import EagleConfig, EagleHead, EagleMethod, fit_to, read_eagle_config
+from octavo.models.network import Network, build_rank_without_weights, build_without_weights
+from octavo.models.registry import make_network
+from octavo.process.startup import GIB, LOADING
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -229,3 +248,489 @@ def _indexed_files(folder: Path) -> dict[Path, set[str]]:
         if not path.is_file():
             raise WeightError(f"{path} is missing; {INDEX_FILE} names it")
     return files
+
+
+# The language-model head that the files of a checkpoint have, or lack, where config.json says something else.
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+#: Bytes that are compared at once.
+_PIECE = 8 << 20
+
+
+@dataclass(frozen=True)
+class EmbeddingFrom:
+    """The tensor ``name`` of a checkpoint that has a tied head alone, as the embedding."""
+
+    name: str
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
+        """The tensors, with that one under the embedding's name."""
+        return ((_EMBEDDING if name == self.name else name, tensor) for name, tensor in pairs)
+
+
+def with_stored_head(config: ModelConfig, folder: Path) -> tuple[ModelConfig, list[CheckpointEntry]]:
+    """The configuration with the head that a checkpoint has, and what comes before the network's checkpoint map.
+
+    As transformers 5 loads a checkpoint whose ``tie_word_embeddings`` is true: a head in the file that differs from
+    the embedding is kept, one with the same values is shared, and one without an embedding beside it is both.
+
+    Raises:
+        WeightError: the files cannot be read.
+    """
+    if not config.tie_word_embeddings or config.head != "lm":
+        return config, []
+    headers = read_headers(folder)
+    head, embedding = _stored_names(config, headers)
+    if head is None:
+        # A base model has no bias of the head either; that of a language model that is made of it is zero.
+        is_base = config.encoder_facts is None and not any("lm_head." in name for name in headers)
+        return config, [ZerosFor(r"^lm_head\.bias$")] if is_base else []
+    if embedding is None:
+        return config, [EmbeddingFrom(head)]
+    if headers[head].shape != headers[embedding].shape or _are_equal(folder, head, embedding):
+        return config, []
+    return replace(config, tie_word_embeddings=False), []
+
+
+def read_config(folder: Path, options: ModelOptions) -> ModelConfig:
+    """The configuration of the model in ``folder``, as far as its weights allow: see ``without_missing_head``.
+
+    Raises:
+        OctavoError: as ``read_model_config``.
+    """
+    config = read_model_config(folder, options.hf_overrides)
+    has_files = options.load_format != "dummy" and gguf_source(options.model) is None
+    return without_missing_head(config, folder) if has_files else config
+
+
+def without_missing_head(config: ModelConfig, folder: Path) -> ModelConfig:
+    """The configuration of a decoder whose files have no head, though it is neither tied nor optional: without one.
+
+    So is the checkpoint of a base model under the name of its language model, such as a model that was trained for
+    vectors: it has the tasks of a network without a head.
+    """
+    if config.tie_word_embeddings or config.head != "lm" or config.encoder_facts is not None:
+        return config
+    try:
+        headers = read_headers(folder)
+    except WeightError:  # no weights, or none that can be read: loading them says why
+        return config
+    quantized = any("lm_head." in name for name in headers)
+    return config if quantized or _stored_names(config, headers)[0] is not None else replace(config, head="none")
+
+
+def _stored_names(config: ModelConfig, headers: Mapping[str, Stored]) -> tuple[str | None, str | None]:
+    """The checkpoint's names of the head's and the embedding's matrix, where it has them."""
+    network = build_without_weights(replace(config, tie_word_embeddings=False), "float32")
+    shapes, found = network.tensor_shapes(), dict[str, str]()
+    for stored in headers:
+        name = stored
+        for entry in network.entries():
+            if isinstance(entry, Rename):
+                name = entry.renamed(name)
+            elif isinstance(entry, Drop) and name not in shapes and re.search(entry.pattern, name):
+                break
+        if name in (_HEAD, _EMBEDDING):
+            found.setdefault(name, stored)
+    return found.get(_HEAD), found.get(_EMBEDDING)
+
+
+def _are_equal(folder: Path, *names: str) -> bool:
+    """Whether two tensors of one shape have the same values, as far as they differ not by their types alone."""
+    first, second = (tensor for name, tensor in read_safetensors(folder) if name in names)
+    rows = max(1, _PIECE // max(1, first[:1].nbytes))
+    for start in range(0, len(first), rows):
+        one, other = first[start : start + rows], second[start : start + rows]
+        if one.dtype != other.dtype:
+            one, other = one.astype(np.float32), other.astype(np.float32)
+        if not np.array_equal(one, other):
+            return False
+    return True
+
+
+# Compares a checkpoint with the network it is for, and looks for weights that are not finite.
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a tensor, or with the checkpoint if ``tensor`` is None."""
+
+    tensor: str | None
+    problem: str
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What a check of a whole checkpoint has found."""
+
+    tensors: int
+    size_bytes: int
+    problems: list[Problem]
+
+
+def refuse_misfits(folder: Path, config: ModelConfig, entries: Sequence[CheckpointEntry], shapes: Shapes) -> None:
+    """Compares the headers of a checkpoint with the network that ``config`` describes.
+
+    Args:
+        folder: holds the safetensors.
+        config: for hints in messages.
+        entries: the network's checkpoint map.
+        shapes: of the tensors that the whole network expects.
+
+    Raises:
+        WeightError: a tensor is missing, unexpected, duplicate, or of the wrong shape or type; the message names it.
+    """
+    missing = []
+    for problem in _header_problems(read_headers(folder), config, entries, shapes):
+        if problem.tensor is not None and problem.problem == _MISSING:
+            missing.append(problem.tensor)
+        else:
+            raise WeightError(
+                problem.problem if problem.tensor is None else f"tensor {problem.tensor!r} {problem.problem}"
+            )
+    if missing:
+        raise missing_tensors(missing)
+
+
+def check_model(folder: Path, config: ModelConfig, gguf: Path | None = None) -> CheckReport:
+    """What is wrong with the weights in ``folder``, or in ``gguf``; all of them are read, a few MB at a time.
+
+    Of a quantised checkpoint the tensors of matrices are compared, and scales and plain weights must be finite.
+    """
+    problems: list[Problem] = []
+    tensors = size = 0
+    try:
+        before: list[CheckpointEntry] = []
+        if gguf is None:
+            config, before = with_stored_head(config, folder)
+        network = build_without_weights(config, "float32")
+        shapes = network.tensor_shapes()
+        if gguf is None:
+            stored = read_headers(folder)
+            entries: Sequence[CheckpointEntry] = [*before, *network.entries()]
+            if config.quantization is not None:
+                entries = with_unpacking(entries, config.quantization, stored, shapes, DType.FLOAT32)
+            problems += _header_problems(stored, config, entries, shapes)
+            pairs: Iterator[tuple[str, np.ndarray]] = read_safetensors(folder)
+        else:
+            from octavo.loader.gguf_file import GGUFCheckpoint
+
+            pairs = GGUFCheckpoint(gguf, config, shapes).read_all()
+        for name, tensor in pairs:
+            tensors, size = tensors + 1, size + tensor.nbytes
+            if bad := _count_not_finite(tensor):
+                problems.append(Problem(name, f"{bad} of {tensor.size} values are infinite or not a number"))
+    except (WeightError, UnsupportedModelError) as e:
+        problems.append(Problem(None, str(e)))
+    return CheckReport(tensors, size, problems)
+
+
+_MISSING = "is missing"
+
+
+def _header_problems(
+    stored: Mapping[str, Stored], config: ModelConfig, entries: Sequence[CheckpointEntry], shapes: Shapes
+) -> Iterator[Problem]:
+    """Passes tensors without values through the checkpoint map and compares what comes out with the network."""
+    pairs: Pairs = (
+        (name, without_values(entry.shape, DTYPES.get(entry.dtype, np.bool_))) for name, entry in stored.items()
+    )
+    for entry in entries:
+        pairs = entry.apply(pairs, shapes)
+    seen: set[str] = set()
+    try:
+        for name, tensor in pairs:
+            if problem := tensor_problem(name, tensor, shapes, seen):
+                yield Problem(name, problem + _hint(tuple(tensor.shape), shapes.get(name), config))
+            seen.add(name)
+    except WeightError as e:  # an entry cannot split or join what it was given
+        yield Problem(None, str(e))
+        return
+    for name in shapes:
+        if name not in seen:
+            yield Problem(name, _MISSING)
+
+
+def _hint(shape: tuple[int, ...], expected: tuple[int, ...] | None, config: ModelConfig) -> str:
+    """Which value of config.json a tensor of another shape contradicts, if only one can be meant."""
+    if expected is None or len(shape) != len(expected):
+        return ""
+    meanings = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads * head_dim": config.num_heads * config.head_dim,
+        "num_key_value_heads * head_dim": config.num_kv_heads * config.head_dim,
+    }
+    wrong = [ours for ours, theirs in zip(expected, shape, strict=True) if ours != theirs]
+    names = [name for name, value in meanings.items() if wrong and value == wrong[0]]
+    return f": config.json has {names[0]} = {wrong[0]}" if len(names) == 1 else ""
+
+
+def _count_not_finite(tensor: np.ndarray) -> int:
+    """How many values are infinite or not a number."""
+    if tensor.dtype.kind in "iub" or not tensor.size:
+        return 0
+    flat, step = tensor.reshape(-1), max(1, _PIECE // tensor.itemsize)
+    pieces = (flat[start : start + step] for start in range(0, len(flat), step))
+    return sum(piece.size - int(np.isfinite(piece).sum()) for piece in pieces)
+
+
+# Reads the matrices that sentence-transformers applies after pooling.
+
+
+class DenseWeights(NamedTuple):
+    """Weights of a layer after pooling, float32."""
+
+    #: [outputs, inputs].
+    matrix: np.ndarray
+    #: [outputs].
+    bias: np.ndarray | None
+    #: [outputs, inputs]: what the input is multiplied with before it is added.
+    residual: np.ndarray | None
+
+
+def read_dense(folder: Path, dense: DenseConfig) -> DenseWeights:
+    """The weights of a layer of a model's ``folder``.
+
+    Raises:
+        WeightError: there is no model.safetensors, or its tensors do not fit.
+    """
+    place = folder / dense.folder
+    if not (place / "model.safetensors").is_file():
+        raise WeightError(
+            f"{place} has no model.safetensors; files of pickles (pytorch_model.bin) are not read: save the model "
+            "again with sentence-transformers, which writes safetensors"
+        )
+    tensors = {name: np.asarray(tensor) for name, tensor in read_safetensors(place)}
+    matrix = (dense.outputs, dense.inputs)
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": matrix}
+    if dense.bias:
+        shapes["linear.bias"] = (dense.outputs,)
+    if dense.residual and dense.inputs != dense.outputs:
+        shapes["residual.weight"] = matrix
+    for name, shape in shapes.items():
+        if name not in tensors or tensors[name].shape != shape:
+            found = tensors[name].shape if name in tensors else "missing"
+            raise WeightError(f"{place}: tensor {name!r} must have the shape {list(shape)}, and is {found}")
+    weights = {name: tensors[name].astype(np.float32) for name in shapes}
+    return DenseWeights(weights["linear.weight"], weights.get("linear.bias"), weights.get("residual.weight"))
+
+
+# Random weights of the right shapes, for benchmarks without a checkpoint.
+
+
+def dummy_weights(network: Layer, dtype: DType, seed: int = 0) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, tensor) for each tensor that ``network`` expects, of ``dtype``.
+
+    A matrix is uniform around 0 with variance 1 / inputs, which preserves the magnitude of activations: they stay
+    finite and logits are about normal, as those of a trained network are. Norms are 1, biases 0. Each tensor depends on
+    ``seed``, its name and its shape alone.
+    """
+    expected = [(name, layer.expected[shard]) for name, layer, shard in network.tensors()]
+    for name, shape in expected:
+        if len(shape) == 1:
+            yield name, np.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype.numpy)
+            continue
+        generator = np.random.default_rng(zlib.crc32(f"{seed} {name}".encode()))
+        values = generator.random(shape, np.float32)
+        values -= np.float32(0.5)
+        values *= np.float32(2 * math.sqrt(3.0 / shape[-1]))
+        yield name, rounded(values, dtype)
+
+
+# Builds networks and loads their weights from a Hugging Face folder.
+
+logger = logging.getLogger("octavo")
+
+#: Seconds after which progress is told.
+_BAR_DELAY = 1.0
+
+
+def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: Path | None = None) -> Network:
+    """Builds the network of ``config`` and loads this rank's share of the weights in ``folder``, or in ``gguf``.
+
+    Weights are converted to ``context.dtype``, and matrices quantised by ``context.quantization``. They keep their bits
+    where that is "gguf", or the name of ``config.quantization`` and the kernels have products with them. Tables of
+    positions have ``context.positions`` rows, by default ``config.max_position``.
+
+    Raises:
+        UnsupportedModelError: there is no network for the architecture; or the GGUF file has tensors of other ones.
+        ConfigError: the configuration contradicts itself or the tensor-parallel size; or quantization is "gguf" and
+            there is no such file.
+        WeightError: the checkpoint is incomplete, damaged or does not fit the configuration.
+    """
+    before: list[CheckpointEntry] = []
+    if gguf is None and context.quantization != "gguf":
+        config, before = with_stored_head(config, folder)
+    network = make_network(config, context)
+    whole = network if context.layers is None else build_rank_without_weights(config, replace(context, layers=None))
+    shapes = whole.tensor_shapes()
+    entries = [*before, *network.entries()]
+    tensors: Generator[tuple[str, np.ndarray | QuantizedRows]]
+    if gguf is not None:
+        from octavo.loader.gguf_file import GGUFCheckpoint
+
+        # A folder of such a model is said to be bfloat16, as values of some exceed float16.
+        stored = DType.FLOAT32 if context.dtype is DType.FLOAT32 else DType.BFLOAT16
+        dtype = None if context.quantization == "gguf" else stored
+        names = {name for name, _, _ in network.tensors()}
+        tensors = GGUFCheckpoint(gguf, config, shapes).read(names, entries, dtype)
+        size = sum(part.stat().st_size for part in split_paths(gguf))
+    elif context.quantization == "gguf":
+        raise ConfigError(f"quantization='gguf' needs a model in a GGUF file; {folder} was not made from one")
+    else:
+        if config.quantization is not None:
+            own = context.quantization == config.quantization.name
+
+            def keep(rows: QuantizedRows) -> bool:
+                return own and context.kernels.has_products(rows)
+
+            headers = read_headers(folder)
+            entries = with_unpacking(entries, config.quantization, headers, shapes, context.dtype, keep)
+        refuse_misfits(folder, config, entries, shapes)
+        tensors = read_safetensors(folder)
+        size = checkpoint_bytes(folder)
+    with closing(tensors):
+        pairs: Pairs = _with_progress(tensors, size, context)
+        for entry in entries:
+            pairs = entry.apply(pairs, shapes)
+        load_weights(network, pairs, shapes)
+    return network
+
+
+def _with_progress(
+    tensors: Iterable[tuple[str, np.ndarray | QuantizedRows]], size: int, context: LayerContext
+) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
+    """The same tensors. The first rank says how many of ``size`` bytes are read, if that takes more than a second.
+
+    On a terminal by a progress bar, elsewhere by lines of the log, which a server that starts answers with.
+    """
+    if context.tp_rank or (context.layers is not None and context.layers.start):
+        yield from tensors
+        return
+    from tqdm import tqdm
+
+    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "delay": _BAR_DELAY, "leave": False}
+    is_shown = sys.stderr.isatty()
+    read, told, begun = 0, 0, time.monotonic()
+    with tqdm(total=size, desc=LOADING, disable=not is_shown, **options) as bar:
+        for name, tensor in tensors:
+            yield name, tensor
+            values = tensor.rows if isinstance(tensor, GGUFRows) else tensor
+            read = min(read + getattr(values, "nbytes", 0), size)  # values of a GGUF file are wider in memory
+            bar.update(read - bar.n)
+            if not is_shown and read >= told + size / 10 and time.monotonic() > begun + _BAR_DELAY:
+                told = read
+                logger.info("%s: %.0f %% of %.2f GiB", LOADING, 100 * read / size, size / GIB)
+
+
+def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> Network:
+    """The network of ``config`` with random weights (see ``dummy_weights``), quantised by ``context.quantization``.
+
+    Raises:
+        UnsupportedModelError, ConfigError: as for ``load_model``; or quantization is "gguf".
+    """
+    if context.quantization == "gguf":
+        raise ConfigError("quantization='gguf' computes with a GGUF file's own bits; load_format='dummy' has no file")
+    network = make_network(config, context)
+    load_weights(network, dummy_weights(network, context.dtype, seed))
+    return network
+
+
+# Reads EAGLE heads: config.json and headers before the model is loaded, the weights after it.
+
+#: Draft ids to tokens, as differences: the token of draft id i is i + d2t[i].
+_TOKENS = "d2t"
+
+
+def read_head_config(folder: Path, method: EagleMethod, target: ModelConfig) -> EagleConfig:
+    """The configuration of the head in ``folder`` for the model ``target``; no weight is read.
+
+    Raises:
+        ConfigError: config.json is missing or impossible, or describes a head for another model.
+        UnsupportedModelError: it describes no head of this method.
+        WeightError: there are no safetensors, or a tensor is missing, unexpected or of the wrong shape or type; the
+            message names it.
+    """
+    config, stored = read_dummy_config(folder, method, target), read_headers(folder)
+    names = {name.removeprefix("model.") for name in stored}
+    config = replace(
+        config,
+        fc_bias="fc.bias" in names,
+        own_embedding=method == "eagle3" and ("embed_tokens.weight" in names or config.own_embedding),
+    )
+    head = build_without_weights(config, "float32")
+    shapes = head.tensor_shapes()
+    refuse_misfits(folder, config, head.checkpoint_map, shapes)
+    _check_token_map(stored, config)
+    return config
+
+
+def read_dummy_config(folder: Path, method: EagleMethod, target: ModelConfig) -> EagleConfig:
+    """As ``read_head_config``, of a folder without weights: what the head shares with the model it does share."""
+    file = folder / "config.json"
+    config = fit_to(read_eagle_config(method, ConfigReader(read_json(file), file)), target)
+    return replace(config, own_embedding=config.hidden_size != target.hidden_size)
+
+
+def make_dummy_head(config: EagleConfig, context: LayerContext, seed: int) -> EagleHead:
+    """The head with random weights (see ``dummy_weights``); it drafts the first tokens of the vocabulary."""
+    head = make_network(config, context)
+    assert isinstance(head, EagleHead)
+    load_weights(head, dummy_weights(head, context.dtype, seed))
+    if config.draft_vocab_size != config.vocab_size:
+        head.target_ids = context.kernels.array(np.arange(config.draft_vocab_size))
+    return head
+
+
+def load_head(folder: Path, config: EagleConfig, context: LayerContext) -> EagleHead:
+    """The head in ``folder`` with this rank's share of its weights, of ``context.dtype``.
+
+    Raises:
+        WeightError: as ``read_head_config``; or d2t leads outside of the vocabulary.
+    """
+    head = make_network(config, context)
+    assert isinstance(head, EagleHead)
+    shapes = head.tensor_shapes()
+    tensors: Pairs = _without_token_map(folder, head, context)
+    for entry in head.checkpoint_map:
+        tensors = entry.apply(tensors, shapes)
+    load_weights(head, tensors)
+    return head
+
+
+def _check_token_map(stored: Mapping[str, Stored], config: EagleConfig) -> None:
+    found = stored.get(_TOKENS)
+    if found is None:
+        if config.draft_vocab_size != config.vocab_size:
+            raise WeightError(
+                f"the checkpoint lacks the tensor {_TOKENS!r}: draft_vocab_size ({config.draft_vocab_size}) is not "
+                f"vocab_size ({config.vocab_size}), so it must say which tokens the head drafts"
+            )
+    elif config.method == "eagle":
+        raise ConfigError(f"the checkpoint has the tensor {_TOKENS!r}, which only heads of method 'eagle3' have")
+    elif found.dtype != "I64" or found.shape != (config.draft_vocab_size,):
+        raise WeightError(
+            f"tensor {_TOKENS!r} does not fit: it is {found.dtype} {list(found.shape)}, expected I64 "
+            f"[{config.draft_vocab_size}], draft_vocab_size of config.json"
+        )
+
+
+def _without_token_map(folder: Path, head: EagleHead, context: LayerContext) -> Pairs:
+    """The tensors of the folder but d2t, which becomes ``target_ids``."""
+    for name, tensor in read_safetensors(folder):
+        if name == _TOKENS:
+            head.target_ids = context.kernels.array(_target_ids(tensor, head.config.vocab_size))
+        else:
+            yield name, tensor
+
+
+def _target_ids(differences: np.ndarray, vocab_size: int) -> np.ndarray:
+    ids = np.arange(len(differences)) + differences
+    if outside := int(((ids < 0) | (ids >= vocab_size)).sum()):
+        raise WeightError(
+            f"tensor {_TOKENS!r} leads to {outside} tokens outside of the vocabulary of {vocab_size}: it must hold "
+            "token - draft id"
+        )
+    return ids

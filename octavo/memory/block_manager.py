@@ -5,16 +5,74 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from octavo.config.kv_spec import GroupBlocks
 from octavo.core.errors import ConfigError
-from octavo.core.kv_groups import GroupBlocks
 from octavo.core.plan import TableChange
 from octavo.core.stats import GroupState, sum_groups
-from octavo.memory.block_tables import NO_BLOCK
-from octavo.memory.kv_group import AllocStatus as AllocStatus
-from octavo.memory.kv_group import BlocksNeeded, KVGroup, Write
-from octavo.memory.moves import Moves
-from octavo.memory.pinned_prefixes import PinnedPrefixes
-from octavo.memory.sequence_prefixes import SequencePrefixes
+from octavo.memory.block_pool import NO_BLOCK, held_blocks
+from octavo.memory.kv_group import AllocStatus, BlocksNeeded, KVGroup, Moves, Write
+from octavo.memory.prefix_cache import SequencePrefixes
+
+# Prefixes whose blocks stay in the prefix cache until they are released.
+
+
+class PinnedPrefixes:
+    """Owns the pins of shared prefixes (Kwon et al. 2023, section 4.4): by name, their blocks in each KV group.
+
+    A pinned block is found like any block of the prefix cache, the last one even if it is partly filled: a sequence
+    that shares that one writes into a copy. It is never evicted or written, stays when the cache is reset, and counts
+    as pinned alone, whether sequences share it or not. In a group with an attention window, these are the blocks in the
+    window at the end of the full ones, and the last: only a prompt with the whole prefix finds them.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], prefixes: SequencePrefixes) -> None:
+        self._groups, self._prefixes = groups, prefixes
+        self._blocks: dict[str, list[list[int]]] = {}
+
+    @property
+    def capacity(self) -> str:
+        """How many blocks sequences can have, in words."""
+        if not self._groups:
+            return "none"
+        first = self._groups[0]
+        beside = f" beside the {first.device.num_pinned} of shared prefixes" if self._blocks else ""
+        return f"{first.num_unpinned} blocks{beside}"
+
+    def add(
+        self, name: str, seq_id: int, token_ids: list[int], context: str | bytes, beside: BlocksNeeded
+    ) -> AllocStatus:
+        """Pins the blocks of a sequence that has computed these tokens and no others, until ``remove``.
+
+        Returns:
+            LATER if the prefix cache was reset or blocks were lost since the sequence began, NEVER if a sequence with
+            the demand ``beside`` would not fit beside the pinned blocks; nothing is pinned then.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        chain = self._prefixes.chain(token_ids, context)
+        chain.extend(token_ids, -(-len(token_ids) // chain.block_size))  # with the last block, however far it is filled
+        may_register = self._prefixes.may_register(seq_id)
+        if not (may_register and all(group.can_pin(chain, seq_id, len(token_ids)) for group in self._groups)):
+            return AllocStatus.LATER
+        if name in self._blocks:
+            raise ValueError(f"a prefix {name!r} is pinned already")
+        self._blocks[name] = [group.pin(chain, seq_id, token_ids) for group in self._groups]
+        if all(group.could_hold(beside, num_seqs=1) for group in self._groups):
+            return AllocStatus.OK
+        self.remove(name)
+        return AllocStatus.NEVER
+
+    def remove(self, name: str) -> None:
+        """Releases a prefix: its blocks are cached as any others. Nothing happens if there is none of this name."""
+        for group, blocks in zip(self._groups, self._blocks.pop(name, ()), strict=False):
+            group.cache.on_device.unpin(blocks)
+
+    def clear(self) -> None:
+        """Releases all prefixes."""
+        for name in list(self._blocks):
+            self.remove(name)
+
 
 _NOTHING = BlocksNeeded()
 
@@ -344,3 +402,37 @@ class BlockManager:
             more = group.moves.take()
             moves = Moves(*(one + other for one, other in zip(moves, more, strict=True)))
         return moves
+
+
+# What would be available if some sequences gave up their blocks.
+
+
+class Release:
+    """Counts the references that some sequences hold, as if they were dropped; nothing is changed.
+
+    Invariant: ``counts`` are the device blocks, by KV group, to which nothing else refers: neither tables of other
+    sequences nor pins.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup]) -> None:
+        self._groups = groups
+        #: By block, whose ids are unique across the groups.
+        self.references: dict[int, int] = {}
+        self.counts = [0] * len(groups)
+
+    def add(self, seq_ids: Iterable[int]) -> None:
+        """Drops the references of these sequences."""
+        self._count(seq_ids, 1)
+
+    def discard(self, seq_ids: Iterable[int]) -> None:
+        """Takes ``add`` back."""
+        self._count(seq_ids, -1)
+
+    def _count(self, seq_ids: Iterable[int], sign: int) -> None:
+        references = self.references
+        for seq_id in seq_ids:
+            for number, group in enumerate(self._groups):
+                for block in held_blocks(group.tables.get(seq_id, [])):
+                    before = references.get(block, 0)
+                    references[block] = before + sign
+                    self.counts[number] += sign * (max(before, before + sign) == group.device.references(block))

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from octavo.core.engine_view import MAX_EXACT_BLOCKS, MAX_RUNS, NOBODY, NUM_BINS, BlockMap, BlockRun, BlockState
+from octavo.core.stats import MAX_EXACT_BLOCKS, MAX_RUNS, NOBODY, NUM_BINS, BlockMap, BlockRun, BlockState
 from octavo.memory.block_manager import BlockManager
-from octavo.memory.block_pool import BlockPool
-from octavo.memory.block_tables import NO_BLOCK, BlockTables
+from octavo.memory.block_pool import NO_BLOCK, BlockPool, BlockTables
 
 #: Sequence id, group id.
 Holder = tuple[int, int]

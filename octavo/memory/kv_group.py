@@ -6,16 +6,96 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from octavo.core.kv_groups import GroupBlocks, max_window_seqs, window_blocks
+from octavo.config.kv_spec import GroupBlocks, max_window_seqs, window_blocks
+from octavo.core.garbage import exclude_from_gc
 from octavo.core.plan import TableChange
 from octavo.core.stats import GroupState
-from octavo.core.untracked import untracked
-from octavo.memory.block_pool import BlockPool
-from octavo.memory.block_tables import NO_BLOCK, BlockTables, held_blocks, num_freed
-from octavo.memory.moves import PendingMoves
+from octavo.memory.block_pool import NO_BLOCK, BlockPool, BlockTables, held_blocks, num_freed
 from octavo.memory.prefix_cache import PrefixCache, first_block_read
-from octavo.memory.prefix_chain import PrefixChain
+
+if TYPE_CHECKING:
+    from octavo.memory.prefix_cache import PrefixChain
+
+
+# The block moves of the step that is being planned.
+
+
+class Moves(NamedTuple):
+    """Block moves that workers do before they compute, in this order; pairs as in ``StepPlan``."""
+
+    #: (device block, host block).
+    swap_out: list[tuple[int, int]]
+    #: (host block, device block).
+    swap_in: list[tuple[int, int]]
+    #: (source, target), both on the device.
+    copy: list[tuple[int, int]]
+
+
+class PendingMoves:
+    """Collects the block moves of one step and prevents conflicts between them.
+
+    All swaps out are done before all swaps in, these before all copies, and these before the step writes KV entries.
+    So a device block that is swapped out can be allocated again at once. Every other source or target has a reference
+    (a *pin*) until ``take`` and cannot be allocated before. Hence no block is the target of two moves, and no source
+    is overwritten before it is read.
+    """
+
+    def __init__(self, device: BlockPool, host: BlockPool) -> None:
+        self._device = device
+        self._host = host
+        self._moves = Moves([], [], [])
+        #: Pins of device blocks.
+        self._pins: dict[int, int] = {}
+        #: Device blocks that are the target of a move; the source, if it is a copy.
+        self._targets: dict[int, int | None] = {}
+
+    def pins(self, block: int) -> int:
+        """References to a device block that moves hold."""
+        return self._pins.get(block, 0)
+
+    def is_target(self, block: int) -> bool:
+        """Whether a move of this step writes this device block, which therefore cannot be swapped out in this step."""
+        return block in self._targets
+
+    def swap_out(self, device_block: int, host_block: int) -> None:
+        """Device to host."""
+        self._moves.swap_out.append((device_block, host_block))
+        self._host.share((host_block,))
+
+    def swap_in(self, host_block: int, device_block: int) -> None:
+        """Host to device."""
+        self._moves.swap_in.append((host_block, device_block))
+        self._host.share((host_block,))
+        self._pin(device_block)
+        self._targets[device_block] = None
+
+    def copy(self, source: int, target: int) -> None:
+        """Device to device. A copy of a copy is made from the original, as all copies are done at once."""
+        origin = self._targets.get(source)
+        source = source if origin is None else origin
+        self._moves.copy.append((source, target))
+        self._pin(source)
+        self._pin(target)
+        self._targets[target] = source
+
+    def _pin(self, block: int) -> None:
+        self._device.share((block,))
+        self._pins[block] = self._pins.get(block, 0) + 1
+
+    def take(self) -> Moves:
+        """Returns the moves of this step and drops all pins."""
+        moves = self._moves
+        if moves.swap_out or moves.swap_in or moves.copy:
+            self._moves = Moves([], [], [])
+            self._host.release([host for _, host in moves.swap_out])
+            self._host.release([host for host, _ in moves.swap_in])
+            self._device.release([block for block, count in self._pins.items() for _ in range(count)])
+            self._pins.clear()
+            self._targets.clear()
+        return moves
+
 
 _NO_BLOCKS: list[int] = []
 
@@ -239,7 +319,7 @@ class KVGroup:
         """
         if seq_id in self.tables or seq_id in self.on_host.by_id:
             raise ValueError(f"sequence {seq_id} holds blocks already; free it first")
-        table: list[int] = untracked([])
+        table: list[int] = exclude_from_gc([])
         self.tables[seq_id] = table
         return table
 

@@ -2,17 +2,316 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import cache
+from hashlib import blake2b
+from itertools import chain, islice
+from struct import Struct
 from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
-from octavo.memory.block_pool import BlockPool, OutOfBlocksError
-from octavo.memory.block_tables import NO_BLOCK
-from octavo.memory.content_index import ContentIndex, KnownBlock
-from octavo.memory.moves import PendingMoves
-from octavo.memory.prefix_chain import Content, PrefixChain, positions
+import msgspec
+
+from octavo.core.garbage import exclude_from_gc
+from octavo.memory.block_pool import NO_BLOCK, BlockPool, OutOfBlocksError
+
+if TYPE_CHECKING:
+    from octavo.memory.kv_group import KVGroup, PendingMoves
+
+
+# Digests of full blocks, chained so that a block's digest covers all content before it.
+
+#: A hash of 16 bytes, of nothing: a copy of it is made in less time than another one.
+_EMPTY = blake2b(digest_size=16)
+#: Values for the positions of a block; ``positions`` takes them apart.
+Content = bytes | tuple[object, ...]
+
+
+class FeatureSpan(NamedTuple):
+    """Placeholder tokens whose embeddings come from another input, such as an image or audio."""
+
+    offset: int
+    length: int
+    #: Identifies the input's content and everything else that its embeddings depend on.
+    key: bytes
+
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.offset + self.length
+
+
+class PrefixChain:
+    """The digests of a token sequence's full blocks.
+
+    ``digests[0]`` is that of the empty prefix and depends on the context alone: what all KV entries depend on, such as
+    a salt and an adapter (the caller joins several parts unambiguously). ``digests[i + 1]`` is that of block ``i``,
+    computed from its tokens, their features, and ``digests[i]``, that of its parent. The hash is cryptographic, so a
+    prompt cannot be crafted to hit blocks of other content.
+    """
+
+    __slots__ = ("block_size", "digests", "features")
+
+    def __init__(self, context: str | bytes, block_size: int, features: Sequence[FeatureSpan] = ()) -> None:
+        """``features`` are sorted by offset and do not overlap."""
+        self.block_size = block_size
+        self.features = features
+        name = context if isinstance(context, bytes) else context.encode("utf-8", "surrogatepass")
+        self.digests = exclude_from_gc([_digest(name)])
+
+    def __len__(self) -> int:
+        """Blocks with a digest."""
+        return len(self.digests) - 1
+
+    def extend(self, token_ids: list[int], num_blocks: int) -> None:
+        """Computes the digests of the first ``num_blocks`` blocks; one hash for each that has none yet.
+
+        The last one may be partly filled, of tokens without features: fewer bytes than of any full block are hashed.
+        """
+        size = self.block_size
+        for start in range(len(self) * size, num_blocks * size, size):
+            self.add(token_ids, self.content(token_ids, start, start + size))
+
+    def add(self, token_ids: list[int], content: Content) -> None:
+        """Computes the digest of the first block that has none yet, which has this content."""
+        digests = self.digests
+        if not isinstance(content, bytes):
+            start = (len(digests) - 1) * self.block_size
+            content = _packed(token_ids[start : start + self.block_size]) + self._feature_bytes(start)
+        digests.append(_digest(digests[-1] + content))
+
+    def first(self, num_blocks: int) -> PrefixChain:
+        """A copy with at most the first ``num_blocks`` blocks."""
+        chain = PrefixChain.__new__(PrefixChain)
+        chain.block_size = self.block_size
+        chain.features = self.features
+        chain.digests = exclude_from_gc(self.digests[: num_blocks + 1])
+        return chain
+
+    def content(self, token_ids: list[int], start: int, stop: int) -> Content:
+        """Values for positions ``start`` to ``stop`` (of one block) that compare equal where their content is equal.
+
+        These are the token ids, packed where there are no features: bytes take the least memory and no time of the
+        garbage collector. A token of a feature equals only the same token of a feature with the same key.
+        """
+        tokens = token_ids[start:stop]
+        if not self.features:
+            return _packer(len(tokens))(*tokens)
+        content: list[object] = list(tokens)
+        for feature in self._overlapping(start, stop):
+            for position in range(max(start, feature.offset), min(stop, feature.end)):
+                content[position - start] = (
+                    token_ids[position],
+                    feature.key,
+                    feature.length,
+                    position - feature.offset,
+                )
+        return exclude_from_gc(tuple(content))
+
+    def _feature_bytes(self, start: int) -> bytes:
+        """An unambiguous encoding of the keys and positions of the features in the block that begins at ``start``."""
+        return b"".join(
+            array("q", (f.offset - start, f.length, len(f.key))).tobytes() + f.key
+            for f in self._overlapping(start, start + self.block_size)
+        )
+
+    def _overlapping(self, start: int, stop: int) -> Sequence[FeatureSpan]:
+        first = bisect_right(self.features, start, key=lambda f: f.end)
+        last = bisect_left(self.features, stop, lo=first, key=lambda f: f.offset)
+        return self.features[first:last]
+
+
+def _digest(content: bytes) -> bytes:
+    blake = _EMPTY.copy()
+    blake.update(content)
+    return blake.digest()
+
+
+@cache
+def _packer(count: int) -> Callable[..., bytes]:
+    return Struct(f"{count}i").pack
+
+
+def _packed(token_ids: list[int]) -> bytes:
+    """4 bytes for each token."""
+    return _packer(len(token_ids))(*token_ids)
+
+
+def positions(content: Content) -> Sequence[object]:
+    """The values of each position."""
+    return memoryview(content).cast("i") if isinstance(content, bytes) else content
+
+
+# An index of the blocks of one pool by the digest of their content.
+
+#: Children of a block that are compared in the search for a partial match; bounds the cost of a popular parent.
+_MAX_COMPARED_CHILDREN = 8
+
+
+class KnownBlock(msgspec.Struct, eq=False, gc=False):
+    """A block in the prefix cache, with the digests of its content and of the block before it (``parent``).
+
+    It is full, or the last one of a shared prefix: then ``content`` is shorter, and it is nobody's parent.
+
+    There is one for every block of a full cache, so the garbage collector is not to visit them: nothing that it refers
+    to refers to it.
+    """
+
+    pool: BlockPool
+    block: int
+    digest: bytes
+    parent: bytes
+    #: ``PrefixChain.content`` of its positions.
+    content: Content
+    #: Its siblings in the index, the blocks with the same parent: the one added before it, and the one after it. They
+    #: are in a ring: after the newest comes the oldest.
+    older: int = -1
+    newer: int = -1
+
+    def copy_in(self, pool: BlockPool, block: int) -> KnownBlock:
+        """The same content in another block."""
+        return KnownBlock(pool, block, self.digest, self.parent, self.content)
+
+
+def _by_digest() -> list[dict[bytes, KnownBlock]]:
+    """A dictionary by digest, in parts by its first byte: one of 90,000 entries takes 6 ms whenever it grows."""
+    return [{} for _ in range(256)]
+
+
+class ContentIndex:
+    """Finds the cached blocks of one pool by digest, and the children of a digest.
+
+    Invariant: the pool keeps exactly the blocks that are in the index, and no two of them have the same digest.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        #: By block id, less the pool's first one.
+        self._by_block: list[KnownBlock | None] = exclude_from_gc([None] * pool.num_blocks)
+        self._by_digest = _by_digest()
+        #: The newest child of each digest. A child may stay after its parent is evicted, and is found again once the
+        #: parent is added.
+        self._newest_child = _by_digest()
+        #: The pinned children of each digest, which are always compared.
+        self._pinned: dict[bytes, list[KnownBlock]] = {}
+
+    def find(self, digest: bytes) -> KnownBlock | None:
+        """The block with this digest."""
+        return self._by_digest[digest[0]].get(digest)
+
+    def add(self, entry: KnownBlock) -> None:
+        """Adds a used block, unless its digest or the block itself is in the index already."""
+        pool, block, digest, parent = self._pool, entry.block, entry.digest, entry.parent
+        by_digest = self._by_digest[digest[0]]
+        if digest in by_digest or not pool.keep(block):
+            return
+        self._by_block[block - pool.first] = by_digest[digest] = entry
+        newest_child = self._newest_child[parent[0]]
+        newest = newest_child.get(parent)
+        entry.older = entry.newer = block
+        if newest is not None:
+            entry.older, entry.newer = newest.block, newest.newer
+            self._entry(newest.newer).older = newest.newer = block
+        newest_child[parent] = entry
+
+    def forget(self, block: int) -> KnownBlock:
+        """Removes a block; it becomes free if it has no references."""
+        entry = self._entry(block)
+        newest_child = self._newest_child[entry.parent[0]]
+        if entry.older == block:
+            del newest_child[entry.parent]
+        else:
+            older = self._entry(entry.older)
+            older.newer, self._entry(entry.newer).older = entry.newer, entry.older
+            if newest_child[entry.parent] is entry:
+                newest_child[entry.parent] = older
+        self._by_block[block - self._pool.first] = None
+        del self._by_digest[entry.digest[0]][entry.digest]
+        self._pool.forget(block)
+        return entry
+
+    def _entry(self, block: int) -> KnownBlock:
+        entry = self._by_block[block - self._pool.first]
+        assert entry is not None, f"block {block} is not in the index"
+        return entry
+
+    def _children(self, parent: bytes, *, oldest_first: bool = False) -> Iterator[KnownBlock]:
+        """The blocks with this parent, the newest first or the oldest."""
+        newest = self._newest_child[parent[0]].get(parent)
+        if newest is None:
+            return
+        child = first = self._entry(newest.newer) if oldest_first else newest
+        while True:
+            yield child
+            child = self._entry(child.newer if oldest_first else child.older)
+            if child is first:
+                return
+
+    def evict(self) -> KnownBlock:
+        """Removes the least recently used block without references, or the last of its descendants without any.
+
+        A descendant is of no use without its parents, which come before it in every look-up.
+        """
+        entry: KnownBlock | None = self._entry(self._pool.least_recently_used())
+        while entry is not None:
+            last = entry
+            children = self._children(last.digest, oldest_first=True)
+            entry = next((child for child in children if self._pool.references(child.block) == 0), None)
+        return self.forget(last.block)
+
+    def find_partial(
+        self, parent: bytes, content: Sequence[object], suits: Callable[[bytes], bool]
+    ) -> tuple[KnownBlock | None, int]:
+        """The child of ``parent`` with the longest common prefix with ``content``, and its length in tokens.
+
+        Only pinned and recent children whose digest ``suits`` are compared.
+        """
+        best, longest = None, 0
+        recent = islice(self._children(parent), _MAX_COMPARED_CHILDREN)
+        for child in chain(self._pinned.get(parent, ()), recent):
+            count = common_prefix(positions(child.content), content)
+            if count > longest and suits(child.digest):
+                best, longest = child, count
+        return best, longest
+
+    def pin(self, block: int) -> None:
+        """``BlockPool.pin`` of a block of the index."""
+        if not self._pool.is_pinned(block):
+            entry = self._entry(block)
+            self._pinned.setdefault(entry.parent, []).append(entry)
+        self._pool.pin((block,))
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """Ends one ``pin`` of each."""
+        self._pool.unpin(blocks)
+        for block in blocks:
+            if not self._pool.is_pinned(block):
+                entry = self._entry(block)
+                self._pinned[entry.parent].remove(entry)
+                if not self._pinned[entry.parent]:
+                    del self._pinned[entry.parent]
+
+    def clear(self) -> None:
+        """Removes all blocks that are not pinned."""
+        for entry in self._by_block:
+            if entry is not None and not self._pool.is_pinned(entry.block):
+                self.forget(entry.block)
+
+
+def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
+    """Elements at the beginning that are equal."""
+    count = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
 
 #: Evicted blocks that are remembered.
 _LAST_EVICTED = 64
@@ -252,3 +551,150 @@ def _find_common_prefix(
         if shortest == end:
             return hits, end
         end = shortest
+
+
+# What the prefix cache knows of each sequence that holds blocks.
+
+#: ``_Registration.count`` of a sequence whose blocks must never be registered.
+_NEVER = sys.maxsize
+
+
+class _Registration(msgspec.Struct, gc=False):
+    """The digests of a sequence's full blocks, and how many of these blocks were offered to the prefix cache."""
+
+    chain: PrefixChain
+    count: int
+
+
+class SequencePrefixes:
+    """Finds the beginnings of sequences in the prefix caches of all groups, and offers their full blocks to these.
+
+    Owns the digests of the sequences' blocks, and how many of them were offered. Without prefix caching nothing is
+    found and nothing is offered.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], block_size: int, *, enabled: bool) -> None:
+        self._groups, self._block_size = groups, block_size
+        #: Never without KV groups: an encoder keeps no KV entries that another sequence could share.
+        self.enabled = enabled and bool(groups)
+        self._registrations: dict[int, _Registration] = {}
+        #: Tokens of all sequences passed to ``adopt``, and how many of them were found in the prefix cache.
+        self.cached_queries = 0
+        self.cached_hits = 0
+
+    def chain(self, token_ids: list[int], context: str | bytes, features: Sequence[FeatureSpan] = ()) -> PrefixChain:
+        """The digests of the full blocks of these tokens, for ``match``; empty without prefix caching."""
+        chain = PrefixChain(context, self._block_size, features)
+        if self.enabled:
+            chain.extend(token_ids, len(token_ids) // self._block_size)
+        return chain
+
+    def match(self, token_ids: list[int], chain: PrefixChain, shared: int | None = None) -> PrefixMatch:
+        """Looks the longest cached prefix of these tokens up; ``chain`` is their chain. Nothing is changed.
+
+        ``shared``: blocks at its beginning that other sequences are to share. Of a longer match, the blocks in the
+        window at its end are taken, and not those that the others would read; so with windows it is no longer.
+        """
+        if not self._groups:
+            return PrefixMatch(0, len(token_ids), [], 0, chain)
+        if shared is not None and any(group.window is not None for group in self._groups):
+            token_ids = token_ids[: 1 + shared * self._block_size]
+        return find_match([group.cache for group in self._groups], token_ids, chain)
+
+    def cost(self, match: PrefixMatch, released: Mapping[int, int] = NO_REFERENCES) -> int:
+        """Available blocks that ``adopt`` would use, in the group where it uses the most (``PrefixCache.cost``).
+
+        The copy of a partly matching block is not included: ``BlockManager.grow`` makes it.
+        """
+        costs = (group.cache.cost(hits, released) for group, hits in zip(self._groups, match.hits, strict=True))
+        return max(costs, default=0)
+
+    def adopt(self, seq_id: int, match: PrefixMatch) -> None:
+        """Makes the matched blocks the tables of a new sequence. No block may be allocated since ``match``.
+
+        Called for an empty match too: it counts the query and keeps the digests for ``register``.
+
+        Raises:
+            OutOfBlocksError: the cost exceeds the available blocks; nothing is changed.
+            ValueError: the sequence holds blocks.
+        """
+        if not self.enabled:
+            return
+        for group, hits in zip(self._groups, match.hits, strict=True):
+            check_room(group.device, group.cache.cost(hits))
+        if match.num_tokens:
+            for group, hits in zip(self._groups, match.hits, strict=True):
+                group.new_table(seq_id).extend(group.cache.take(hits, match.num_full))
+        self.cached_queries += match.num_queried
+        self.cached_hits += match.num_tokens
+        self._registrations[seq_id] = _Registration(match.chain.first(len(match.chain)), match.num_full)
+
+    def register(
+        self,
+        seq_id: int,
+        token_ids: list[int],
+        num_computed: int,
+        context: str | bytes,
+        features: Sequence[FeatureSpan] = (),
+    ) -> None:
+        """Adds the full blocks of the first ``num_computed`` tokens to the prefix cache.
+
+        Their KV entries must be computed by a submitted step, or moved by this one. The cost is one hash for each block
+        that is new since the last call. Content that is cached already stays in its block. Nothing happens if the
+        sequence has no table on the device. ``context`` and ``features`` are those passed to ``chain``.
+        """
+        num_full = num_computed // self._block_size
+        if not (self.enabled and num_full and seq_id in self._groups[0].tables):
+            return
+        registration = self._registrations.get(seq_id)
+        if registration is None:
+            chain = PrefixChain(context, self._block_size, features)
+            registration = self._registrations[seq_id] = _Registration(chain, 0)
+        chain, size = registration.chain, self._block_size
+        for index in range(registration.count, num_full):
+            content = chain.content(token_ids, index * size, index * size + size)
+            if index + 1 == len(chain.digests):
+                chain.add(token_ids, content)
+            for group in self._groups:
+                block = group.tables[seq_id][index]
+                if block != NO_BLOCK:  # else it is freed already
+                    group.cache.add(chain, index, block, content)
+            registration.count = index + 1
+
+    def num_registered(self, seq_id: int) -> int:
+        """How many blocks of a sequence were offered; more than any has if none may be."""
+        registration = self._registrations.get(seq_id)
+        return registration.count if registration is not None else 0
+
+    def may_register(self, seq_id: int) -> bool:
+        """Whether its blocks may be offered: the cache was not reset while it held them."""
+        return self.num_registered(seq_id) != _NEVER
+
+    # --- what becomes of the sequence -------------------------------------------------------------------------------
+
+    def fork(self, parent_id: int, child_id: int, num_blocks: int) -> None:
+        """The child shares the first ``num_blocks`` blocks, and may continue with other tokens."""
+        registration = self._registrations.get(parent_id)
+        if registration is not None and self.may_register(parent_id):
+            count = min(registration.count, num_blocks)
+            registration = _Registration(registration.chain.first(count), count)
+        if registration is not None:
+            self._registrations[child_id] = registration
+
+    def move(self, seq_ids: Iterable[int]) -> None:
+        """The sequences have other blocks with the same content, which the next ``register`` offers."""
+        for seq_id in seq_ids:
+            if seq_id in self._registrations and self.may_register(seq_id):
+                self._registrations[seq_id].count = 0
+
+    def free(self, seq_id: int) -> None:
+        """The sequence holds no blocks any more."""
+        self._registrations.pop(seq_id, None)
+
+    def clear(self, seq_ids: Iterable[int]) -> None:
+        """Drops all cached content that is not pinned; of these sequences, which hold blocks, none is registered."""
+        for group in self._groups:
+            group.cache.clear()
+        if self.enabled:
+            for seq_id in seq_ids:
+                self._registrations[seq_id] = _Registration(PrefixChain("", self._block_size), _NEVER)

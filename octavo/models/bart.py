@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from octavo.core.encoder_input import EncoderFacts
 from octavo.core.errors import UnsupportedModelError
-from octavo.core.model_config import ModelConfig
-from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
-from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation, read_token_ids
-from octavo.models.encoder import EncoderConfig
-from octavo.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from octavo.core.model_config import EncoderFacts, ModelConfig
+from octavo.layers.layer import LayerContext
+from octavo.layers.rope import SinusoidalPositions
+from octavo.models.checkpoint import CheckpointEntry, Drop, Only, Rename, ZerosFor
+from octavo.models.config_files import ConfigReader, decoder_fields, read_activation, read_token_ids
+from octavo.models.encoder import EncoderConfig, EncoderDecoder, EncoderDecoderConfig, EncoderStack
 
 #: What the families that descend from it call their parts. The bias of the logits is zero in all of them but Marian.
 BART_NAMES: tuple[CheckpointEntry, ...] = (
@@ -127,3 +127,55 @@ def read_encoder_facts(reader: ConfigReader, max_tokens: int | None) -> EncoderF
     """How the decoder begins: decoder_start_token_id and forced_bos_token_id, of generation_config.json first."""
     start = read_token_ids(reader, "decoder_start_token_id") or read_token_ids(reader, "bos_token_id") or (0,)
     return EncoderFacts(max_tokens, start[:1], read_token_ids(reader, "forced_bos_token_id")[:1])
+
+
+# Marian's translators (Junczys-Dowmunt et al. 2018) and Pegasus (Zhang et al. 2020): BART with positions of sines.
+
+
+class SinusoidalEncoderDecoder(EncoderDecoder):
+    """With positions that are computed, whatever the checkpoint has of them, and a bias of the logits."""
+
+    checkpoint_map = (
+        Drop(r"\.embed_positions\.weight$"),
+        Rename(r"^final_logits_bias$", "lm_head.bias"),
+        Only(r"^lm_head\.bias$"),
+        ZerosFor(r"^lm_head\.bias$"),
+        *BART_NAMES,
+    )
+    #: Fields of ``EncoderDecoderConfig`` that say where norms are.
+    norms: ClassVar[dict[str, bool]] = {}
+
+    def __init__(self, config: EncoderDecoderConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        table = SinusoidalPositions(context, config.max_position, config.hidden_size)
+        self.embed_positions = self.attach("model.embed_positions", table)
+
+    def make_encoder(self, config: EncoderDecoderConfig, context: LayerContext) -> EncoderStack:
+        """With a table of its own."""
+        encoder = super().make_encoder(config, context)
+        table = SinusoidalPositions(context, config.encoder.max_position, config.encoder.hidden_size)
+        encoder.embed_positions = encoder.attach("embed_positions", table)
+        return encoder
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json."""
+        computed = {"static_position_embeddings": True, "share_encoder_decoder_embeddings": True}
+        refuse_settings(architecture, reader, computed)
+        vocabulary = reader.positive("vocab_size")
+        if (own := reader.positive("decoder_vocab_size", vocabulary)) != vocabulary:
+            raise UnsupportedModelError(
+                f"{reader.file}: decoder_vocab_size={own} is not supported: it must be vocab_size ({vocabulary})"
+            )
+        positions = reader.positive("max_position_embeddings", 1024)
+        return encoder_decoder_config(architecture, reader, positions, head_bias=True, **cls.norms)
+
+
+class MarianMTModel(SinusoidalEncoderDecoder):
+    """Norms after what is added."""
+
+
+class PegasusForConditionalGeneration(SinusoidalEncoderDecoder):
+    """Norms before what is added, and after the last layer."""
+
+    norms: ClassVar = {"norm_first": True, "final_norm": True}

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from octavo.core.errors import WeightError
-from octavo.kernels.quantized_rows import QuantizedRows
+from octavo.kernels.weight_rows import QuantizedRows
 
 Pairs = Iterable[tuple[str, np.ndarray | QuantizedRows]]
 #: Names of the tensors that the whole network expects, with their shapes.

@@ -12,16 +12,11 @@ from typing import Any
 import numpy as np
 
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.arrays import Array
-from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.layers.attention import Attention
-from octavo.layers.classification import ClassificationHead
-from octavo.layers.context import LayerContext
-from octavo.layers.latent_attention import LatentAttention
-from octavo.layers.layer import Layer
-from octavo.layers.norm import LayerNorm, RMSNorm
-from octavo.layers.vocabulary import ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
+from octavo.kernels.interface import Array, LayerCache
+from octavo.layers.attention import Attention, LatentAttention
+from octavo.layers.layer import Layer, LayerContext, LayerNorm, RMSNorm
+from octavo.layers.vocabulary import ClassificationHead, ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
 from octavo.models.network import Network, ResidualReader
 

@@ -11,14 +11,12 @@ import numpy as np
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ModelConfig, RopeConfig
-from octavo.kernels.arrays import Array
-from octavo.kernels.experts import RoutingSpec
-from octavo.layers.context import LayerContext
-from octavo.layers.latent_attention import LatentAttention, LatentShape
-from octavo.layers.mlp import GatedMLP
-from octavo.layers.moe import SparseMoE
+from octavo.kernels.interface import Array, RoutingSpec
+from octavo.layers.attention import LatentAttention, LatentShape
+from octavo.layers.layer import LayerContext
+from octavo.layers.mlp import GatedMLP, SparseMoE
 from octavo.models.checkpoint import Drop, Transform
-from octavo.models.config_reader import ConfigReader, common_fields, longest_context, read_rope, refuse_activations
+from octavo.models.config_files import ConfigReader, common_fields, longest_context, read_rope, refuse_activations
 from octavo.models.llama import LlamaForCausalLM, LlamaLayer, make_mlp
 
 

@@ -8,25 +8,35 @@ one, and rotates the two kinds by bases of their own.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from octavo.core.errors import UnsupportedModelError
-from octavo.core.model_config import ModelConfig, RopeConfig
-from octavo.kernels.arrays import Array
-from octavo.kernels.cache import LayerCache
+from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.model_config import ImageFacts, ModelConfig, RopeConfig
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec
+from octavo.kernels.interface import Array, AttentionSpec, LayerCache
 from octavo.layers.attention import Attention
-from octavo.layers.context import LayerContext
+from octavo.layers.layer import LayerContext, RMSNorm
 from octavo.layers.mlp import GatedMLP
-from octavo.layers.norm import RMSNorm
-from octavo.models.checkpoint import CheckpointEntry, Drop
-from octavo.models.config_reader import ConfigReader, read_rope, read_windows, refuse_activations, shape_fields
+from octavo.models.checkpoint import CheckpointEntry, Drop, Rename, Transform, transpose
+from octavo.models.config_files import ConfigReader, read_rope, read_windows, refuse_activations, shape_fields
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.llama import LlamaLayer
+from octavo.models.network import tower_context
+from octavo.models.vision import (
+    VIT_NAMES,
+    Projection,
+    VisionTransformer,
+    VitConfig,
+    VitTower,
+    fields_of,
+    read_pixels,
+    read_siglip,
+)
 
 
 @dataclass(frozen=True)
@@ -216,3 +226,77 @@ def _windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
 
 def _cap(reader: ConfigReader, name: str) -> float | None:
     return None if reader.raw.get(name) is None else reader.number(name, 1.0)
+
+
+# Gemma 3 with images (arXiv 2503.19786, section 2.1): SigLIP, whose patches are averaged in squares, before Gemma.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Config(GemmaConfig):
+    """That of the language model, and of what is before it."""
+
+    vision: VitConfig
+    #: Patches of a side of the square that makes a feature.
+    pooled_side: int
+
+
+class Gemma3Tower(VitTower):
+    """SigLIP, the mean of each square of patches, and a matrix."""
+
+    def __init__(self, config: Gemma3Config, context: LayerContext) -> None:
+        vision = config.vision
+        super().__init__(VisionTransformer(vision, context), context.kernels, config.pooled_side)
+        self.norm = self.attach("norm", GemmaNorm(context, vision.hidden_size, vision.layer_norm_eps))
+        projector = Projection(context, vision.hidden_size, config.hidden_size, bias=False)
+        self.projector = self.attach("projector", projector)
+
+    def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array:
+        """See ``Tower``."""
+        assert self.vision.post_norm is not None
+        stream = self.vision.post_norm.float32(self.vision(rows, batch, caches[0]))
+        return self.projector(self.norm(self.kernels.mean_sampled(stream, batch, self.merge**2)))
+
+
+class Gemma3ForConditionalGeneration(GemmaForCausalLM):
+    """Gemma 3 that sees images; a checkpoint without a tower is its language model."""
+
+    checkpoint_map = (
+        Rename(r"^(model\.)?vision_tower\.(vision_model\.)?", "tower.vision."),
+        Rename(r"^(model\.)?multi_modal_projector\.mm_soft_emb_norm\.", "tower.norm."),
+        Rename(r"^(model\.)?multi_modal_projector\.mm_input_projection_weight$", "tower.projector.weight"),
+        Transform(r"^tower\.projector\.weight$", transpose),
+        *VIT_NAMES,
+        Rename(r"^(model\.)?language_model\.(model\.)?", "model."),
+        Rename(r"^model\.lm_head\.", "lm_head."),
+        Drop(r"^tower\."),
+        *GemmaForCausalLM.checkpoint_map,
+    )
+
+    def __init__(self, config: GemmaConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        if self.is_first and isinstance(config, Gemma3Config):
+            self.tower = self.attach("tower", Gemma3Tower(config, tower_context(context)))
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json, whose ``text_config`` and ``vision_config`` are those of the two networks."""
+        text = GemmaForCausalLM.read_config(architecture, reader)
+        table = reader.table("vision_config")
+        if not table:
+            return text
+        kind = table.get("model_type") or "siglip_vision_model"
+        if kind != "siglip_vision_model":
+            raise UnsupportedModelError(
+                f"{reader.file}: vision_config has model_type {kind!r}; supported: siglip_vision_model"
+            )
+        vision = replace(read_siglip(replace(reader, raw=table)), normalisation=read_pixels(reader, "gemma3"))
+        tokens = reader.positive("mm_tokens_per_image", 256)
+        side = math.isqrt(tokens)
+        if side * side != tokens or vision.side % side:
+            raise ConfigError(
+                f"{reader.file}: mm_tokens_per_image ({tokens}) must be the square of a divisor of the patches of a "
+                f"side, image_size / patch_size ({vision.side})"
+            )
+        token = reader.positive(reader.named("image_token_id", "image_token_index"), 262144)
+        fields = fields_of(text) | {"image_facts": ImageFacts("gemma3", token, whole=tokens)}
+        return Gemma3Config(vision=vision, pooled_side=vision.side // side, **fields)

@@ -6,22 +6,32 @@ of a plain feed-forward network mlp.fc1 and mlp.fc2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from octavo.core.model_config import ModelConfig
-from octavo.kernels.arrays import Array
-from octavo.kernels.cache import LayerCache
+import numpy as np
+
+from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.model_config import ModelConfig, RopeConfig
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec
-from octavo.kernels.packed_weight import Activation
-from octavo.layers.alibi import alibi_slopes
-from octavo.layers.attention import Attention
-from octavo.layers.context import LayerContext
+from octavo.kernels.interface import Activation, Array, AttentionSpec, LayerCache
+from octavo.layers.attention import Attention, alibi_slopes
+from octavo.layers.layer import LayerContext, LayerNorm
+from octavo.layers.linear import RowParallelLinear
 from octavo.layers.mlp import MLP, GatedMLP
-from octavo.layers.norm import LayerNorm
 from octavo.layers.vocabulary import PositionEmbedding
-from octavo.models.checkpoint import CheckpointEntry, Drop, Permute, Rename, Split, ungroup_heads
+from octavo.models.checkpoint import (
+    CheckpointEntry,
+    Drop,
+    Permute,
+    Rename,
+    Split,
+    Transform,
+    halve_pairs,
+    transpose,
+    ungroup_heads,
+)
+from octavo.models.config_files import ConfigReader, decoder_fields, read_activation, refuse_activations, rotary_fields
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.llama import make_mlp
 
@@ -144,3 +154,514 @@ class GPTDecoder(Decoder):
     def make_final_norm(self, config: Any, context: LayerContext) -> LayerNorm | None:
         """As the norms of layers."""
         return self.make_norm(config, context)
+
+
+# GPT-2 (Radford et al. 2019) and StarCoder: learned positions, and a norm before each part of a layer.
+
+
+@dataclass(frozen=True)
+class GPT2Config(GPTConfig):
+    """Variations of the scale of scores."""
+
+    #: Whether scores are divided by the root of the head size, and whether by the number of the layer, from 1.
+    scale_by_head_size: bool = True
+    scale_by_layer: bool = False
+
+
+class GPT2LMHeadModel(GPTDecoder):
+    """GPT-2; in its checkpoints, matrices are transposed, and queries, keys and values fused."""
+
+    checkpoint_map: tuple[CheckpointEntry, ...] = (
+        *GPT_NAMES,
+        Transform(r"\.(c_attn|o_proj|fc1|fc2)\.weight$", transpose),
+        Split("c_attn", ("q_proj", "k_proj", "v_proj")),
+    )
+
+    def make_attention(self, index: int, config: GPT2Config, context: LayerContext) -> Attention:
+        """With the scale of this layer."""
+        scale = config.head_dim**-0.5 if config.scale_by_head_size else 1.0
+        return Attention(config, context, AttentionSpec(scale / (index + 1) if config.scale_by_layer else scale))
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json; the transposed layout of matrices is no choice of it."""
+        reader = reader.with_defaults(tie_word_embeddings=True, scale_attn_weights=True)
+        if reader.flag("add_cross_attention"):
+            raise UnsupportedModelError(f"{reader.file}: add_cross_attention is not supported: there is no encoder")
+        positions = reader.positive("n_positions", 1024)
+        fields = decoder_fields(reader, hidden="n_embd", layers="n_layer", heads="n_head")
+        return GPT2Config(
+            architecture=architecture,
+            intermediate_size=reader.positive("n_inner", 4 * fields["hidden_size"]),
+            max_position=positions,
+            qkv_bias=True,
+            o_bias=True,
+            mlp_bias=True,
+            layer_norm_eps=reader.number("layer_norm_epsilon", 1e-5),
+            activation=read_activation(reader, "activation_function", "gelu_new"),
+            positions="learned",
+            position_rows=positions,
+            scale_by_head_size=reader.flag("scale_attn_weights"),
+            scale_by_layer=reader.flag("scale_attn_by_inverse_layer_idx"),
+            **fields,
+        )
+
+
+class GPTBigCodeForCausalLM(GPT2LMHeadModel):
+    """StarCoder (Li et al. 2023): all query heads share a KV head, and matrices are not transposed.
+
+    In checkpoints with a KV head for each query head, rows are grouped by head.
+    """
+
+    def __init__(self, config: GPT2Config, context: LayerContext) -> None:
+        super().__init__(config, context)
+        self.checkpoint_map = (
+            *GPT_NAMES,
+            Permute(r"\.c_attn\.", ungroup_heads(config.num_heads, config.num_kv_heads)),
+            Split("c_attn", ("q_proj", "k_proj", "v_proj")),
+        )
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """As GPT-2's, with the number of KV heads."""
+        reader = reader.with_defaults(multi_query=True, activation_function="gelu_pytorch_tanh")
+        config = super().read_config(architecture, reader)
+        return replace(config, num_kv_heads=1) if reader.flag("multi_query") else config
+
+
+# GPT-NeoX (Black et al. 2022) and Pythia: attention and feed-forward network side by side, partly rotated heads.
+
+
+class GPTNeoXForCausalLM(GPTDecoder):
+    """GPT-NeoX; in its checkpoints, the rows of queries, keys and values are grouped by head."""
+
+    def __init__(self, config: GPTConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        self.checkpoint_map = (*GPT_NAMES, *split_by_kv_head(config))
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json, with the older names of rotary settings too."""
+        rope = {
+            "rope_theta": reader.raw.get("rotary_emb_base"),
+            "partial_rotary_factor": reader.raw.get("rotary_pct", 0.25),
+        }
+        reader = reader.with_defaults(use_parallel_residual=True, attention_bias=True, **rope)
+        bias = reader.flag("attention_bias")
+        fields = decoder_fields(reader)
+        return GPTConfig(
+            architecture=architecture,
+            intermediate_size=reader.positive("intermediate_size"),
+            qkv_bias=bias,
+            o_bias=bias,
+            mlp_bias=True,
+            layer_norm_eps=reader.number("layer_norm_eps", 1e-5),
+            activation=read_activation(reader, "hidden_act", "gelu"),
+            layout="parallel, two norms" if reader.flag("use_parallel_residual") else "sequential",
+            **rotary_fields(reader, fields["head_dim"]),
+            **fields,
+        )
+
+
+# GPT-J (Wang & Komatsuzaki 2021): one norm for attention and feed-forward network, which are side by side.
+
+
+class GPTJForCausalLM(GPTDecoder):
+    """GPT-J; in its checkpoints, neighbouring dimensions of a head are rotated together."""
+
+    def __init__(self, config: GPTConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        rotated = int(config.head_dim * config.rope.partial_rotary_factor)
+        self.checkpoint_map = (
+            *GPT_NAMES,
+            Permute(r"\.[qk]_proj\.weight$", halve_pairs(config.num_heads, rotated)),
+        )
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json."""
+        fields = decoder_fields(reader, hidden="n_embd", layers="n_layer", heads="n_head")
+        head_dim, rotated = fields["head_dim"], reader.positive("rotary_dim", 64)
+        if rotated > head_dim or rotated % 2:
+            raise ConfigError(f"{reader.file}: rotary_dim must be even and at most {head_dim}, not {rotated}")
+        positions = reader.positive("n_positions", 2048)
+        return GPTConfig(
+            architecture=architecture,
+            intermediate_size=reader.positive("n_inner", 4 * fields["hidden_size"]),
+            max_position=positions,
+            mlp_bias=True,
+            layout="parallel",
+            head_bias=True,
+            layer_norm_eps=reader.number("layer_norm_epsilon", 1e-5),
+            activation=read_activation(reader, "activation_function", "gelu_new"),
+            # A little more than the share, which may be rounded down.
+            rope=RopeConfig(partial_rotary_factor=min(1.0, (rotated + 0.5) / head_dim)),
+            **fields,
+        )
+
+
+# Phi-1, Phi-1.5 and Phi-2 (Gunasekar et al. 2023, Li et al. 2023): GPT-J's layer with biases everywhere.
+
+
+class PhiForCausalLM(GPTDecoder):
+    """Phi-1 to Phi-2."""
+
+    checkpoint_map = (*GPT_NAMES, Rename(r"^(model\.)?final_layernorm\.", "model.norm."))
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json."""
+        if reader.flag("qk_layernorm"):
+            raise UnsupportedModelError(f"{reader.file}: qk_layernorm=true is not supported")
+        reader = reader.with_defaults(partial_rotary_factor=0.5, max_position_embeddings=2048)
+        fields = decoder_fields(reader, kv_heads="num_key_value_heads")
+        return GPTConfig(
+            architecture=architecture,
+            intermediate_size=reader.positive("intermediate_size", 4 * fields["hidden_size"]),
+            qkv_bias=True,
+            o_bias=True,
+            mlp_bias=True,
+            head_bias=True,
+            layout="parallel",
+            layer_norm_eps=reader.number("layer_norm_eps", 1e-5),
+            activation=read_activation(reader, "hidden_act", "gelu_new"),
+            **rotary_fields(reader, fields["head_dim"]),
+            **fields,
+        )
+
+
+# StarCoder2 (Lozhkov et al. 2024): rotary positions, grouped heads and a window between plain layer norms.
+
+
+class Starcoder2ForCausalLM(GPTDecoder):
+    """StarCoder2."""
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json."""
+        reader = reader.with_defaults(tie_word_embeddings=True, use_bias=True, max_position_embeddings=4096)
+        fields, bias = decoder_fields(reader, kv_heads="num_key_value_heads"), reader.flag("use_bias")
+        fields |= rotary_fields(reader, fields["head_dim"])
+        window = reader.positive("sliding_window", fields["max_position"])
+        return GPTConfig(
+            architecture=architecture,
+            intermediate_size=reader.positive("intermediate_size"),
+            qkv_bias=bias,
+            o_bias=bias,
+            mlp_bias=bias,
+            layer_norm_eps=reader.number("norm_epsilon", 1e-5),
+            activation=read_activation(reader, "hidden_act", "gelu_pytorch_tanh"),
+            sliding_windows=(window if window < fields["max_position"] else None,) * fields["num_layers"],
+            **fields,
+        )
+
+
+# StableLM (Bellagente et al. 2024): Llama's layer with layer norms, partly rotated heads, and a parallel variant.
+
+
+class StableLmForCausalLM(GPTDecoder):
+    """StableLM."""
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json."""
+        refuse_activations(reader, "silu", "swish")
+        if reader.flag("qk_layernorm"):
+            raise UnsupportedModelError(f"{reader.file}: qk_layernorm=true (StableLM 2 12B) is not supported")
+        reader = reader.with_defaults(partial_rotary_factor=0.25)
+        fields = decoder_fields(reader, kv_heads="num_key_value_heads")
+        return GPTConfig(
+            architecture=architecture,
+            intermediate_size=reader.positive("intermediate_size"),
+            qkv_bias=reader.flag("use_qkv_bias"),
+            gated_mlp=True,
+            layout="parallel" if reader.flag("use_parallel_residual") else "sequential",
+            layer_norm_eps=reader.number("layer_norm_eps", 1e-5),
+            **rotary_fields(reader, fields["head_dim"]),
+            **fields,
+        )
+
+
+# Bloom (Le Scao et al. 2022): attention with linear biases (ALiBi), and a norm of the embedding.
+
+
+@dataclass(frozen=True)
+class BloomConfig(GPTConfig):
+    """What the sums of a layer start from."""
+
+    #: Whether a layer adds to its norms' results, or to their inputs.
+    residual_after_norm: bool = False
+
+
+class NormedResidualLayer(GPTLayer):
+    """norm(x) + attention(norm(x)), and then other_norm(x) + mlp(other_norm(x)) of the sum."""
+
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+        """See ``GPTLayer``."""
+        x = self.attention_norm.float32(residual)
+        x = self.mlp_norm.float32(self.attention.add_to(x, x, cache, batch))
+        return self.mlp.add_to(x, x)
+
+
+class BloomForCausalLM(GPTDecoder):
+    """Bloom; in its checkpoints, the rows of queries, keys and values are grouped by head."""
+
+    def __init__(self, config: BloomConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        if self.is_first:
+            norm = LayerNorm(context, config.hidden_size, config.layer_norm_eps)
+            self.embed_norm = self.attach("model.embed_norm", norm)
+        self.checkpoint_map = (
+            Rename(r"^(transformer\.)?word_embeddings_layernorm\.", "model.embed_norm."),
+            *GPT_NAMES,
+            *split_by_kv_head(config),
+        )
+
+    def layer_class(self, config: BloomConfig) -> type[GPTLayer]:
+        """What the sums start from."""
+        return NormedResidualLayer if config.residual_after_norm else GPTLayer
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json, in the spellings of the published files and of transformers."""
+        reader = reader.with_defaults(tie_word_embeddings=True)
+        fields = decoder_fields(
+            reader,
+            hidden=reader.named("n_embed", "hidden_size"),
+            layers=reader.named("num_hidden_layers", "n_layer"),
+            heads=reader.named("num_attention_heads", "n_head"),
+        )
+        return BloomConfig(
+            architecture=architecture,
+            intermediate_size=4 * fields["hidden_size"],
+            # No table ends here; it is the length of the texts that it was trained on.
+            max_position=reader.positive("seq_length", 2048),
+            qkv_bias=True,
+            o_bias=True,
+            mlp_bias=True,
+            layer_norm_eps=reader.number("layer_norm_epsilon", 1e-5),
+            positions="alibi",
+            residual_after_norm=reader.flag("apply_residual_connection_post_layernorm"),
+            **fields,
+        )
+
+
+# Falcon (Almazrouei et al. 2023), in its three forms of attention and of layers.
+
+
+class FalconForCausalLM(GPTDecoder):
+    """Falcon; in its checkpoints, the rows of queries, keys and values are grouped by KV head."""
+
+    def __init__(self, config: GPTConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        self.checkpoint_map = (*GPT_NAMES, *split_by_kv_head(config))
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json."""
+        reader = reader.with_defaults(
+            tie_word_embeddings=True, multi_query=True, parallel_attn=True, max_position_embeddings=2048
+        )
+        is_new = reader.flag("new_decoder_architecture")
+        fields = decoder_fields(reader, kv_heads="num_kv_heads" if is_new else None)
+        head_dim, bias = fields["head_dim"], reader.flag("bias")
+        if reader.flag("multi_query") and not is_new:
+            fields["num_kv_heads"] = 1
+        if reader.flag("alibi"):
+            # The slopes are added before the scores are scaled.
+            fields |= {"positions": "alibi", "alibi_factor": head_dim**-0.5}
+            fields["max_position"] = reader.positive("max_position_embeddings")
+        else:
+            fields |= rotary_fields(reader, head_dim)
+        return GPTConfig(
+            architecture=architecture,
+            intermediate_size=reader.positive("ffn_hidden_size", 4 * fields["hidden_size"]),
+            qkv_bias=bias,
+            o_bias=bias,
+            mlp_bias=bias,
+            layer_norm_eps=reader.number("layer_norm_epsilon", 1e-5),
+            activation=read_activation(reader, "activation", "gelu"),
+            layout=_layout(reader),
+            **fields,
+        )
+
+
+def _layout(reader: ConfigReader) -> Literal["sequential", "parallel", "parallel, two norms"]:
+    is_new = reader.flag("new_decoder_architecture")
+    if not reader.flag("parallel_attn"):
+        if is_new:
+            raise UnsupportedModelError(
+                f"{reader.file}: parallel_attn=false with new_decoder_architecture=true is not supported"
+            )
+        return "sequential"
+    return "parallel, two norms" if is_new and reader.positive("num_ln_in_parallel_attn", 2) == 2 else "parallel"
+
+
+# OPT (Zhang et al. 2022), in all its sizes, and Galactica (Taylor et al. 2022), which has its shape without biases.
+
+#: The first two rows of the table of positions belong to padding.
+_POSITION_OFFSET = 2
+
+
+@dataclass(frozen=True)
+class OPTConfig(GPTConfig):
+    """Where the norms are, and what they have."""
+
+    embedding_size: int = 0
+    #: Norms before attention and feed-forward network, or after the residual sums.
+    norm_first: bool = True
+    final_norm: bool = True
+    #: Whether norms have weights and biases.
+    norm_weights: bool = True
+
+
+class PlainLayerNorm(LayerNorm):
+    """A norm with neither weight nor bias in the checkpoint."""
+
+    def __init__(self, context: LayerContext, size: int, eps: float) -> None:
+        super().__init__(context, size, eps, bias=False)
+        self.weight = context.kernels.array(np.ones(size, np.float32), context.dtype)
+        self.expected.clear()
+        self.holds.clear()
+
+
+class PostNormLayer(GPTLayer):
+    """norm(x + attention(x)), and then other_norm(x + mlp(x)) of that."""
+
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+        """See ``GPTLayer``."""
+        residual = self.attention_norm.float32(self.attention.add_to(residual, residual, cache, batch))
+        return self.mlp_norm.float32(self.mlp.add_to(residual, residual))
+
+
+class OPTForCausalLM(GPTDecoder):
+    """OPT."""
+
+    checkpoint_map = (
+        Drop(r"^lm_head\.weight$"),
+        Rename(r"^(model\.)?decoder\.", "model."),
+        Rename(r"^model\.final_layer_norm\.", "model.norm."),
+        Rename(r"\.self_attn_layer_norm\.", ".input_layernorm."),
+        Rename(r"\.final_layer_norm\.", ".post_attention_layernorm."),
+        Rename(r"\.out_proj\.", ".o_proj."),
+        Rename(r"\.(fc[12])\.", r".mlp.\1."),
+    )
+
+    def __init__(self, config: OPTConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        hidden, width = config.hidden_size, config.embedding_size
+        self.project_in = self.project_out = None
+        context = replace(context, max_loras=0)  # adapters of the projections are refused
+        if hidden != width and self.is_first:
+            self.project_in = self.attach("model.project_in", RowParallelLinear(context, width, hidden, bias=False))
+        if hidden != width and self.is_last:
+            self.project_out = self.attach("model.project_out", RowParallelLinear(context, hidden, width, bias=False))
+
+    def embedding_size(self, config: OPTConfig) -> int:
+        """As config.json says."""
+        return config.embedding_size
+
+    def layer_class(self, config: OPTConfig) -> type[GPTLayer]:
+        """Where its norms are."""
+        return GPTLayer if config.norm_first else PostNormLayer
+
+    def make_norm(self, config: OPTConfig, context: LayerContext) -> LayerNorm:
+        """With or without weights."""
+        norm = LayerNorm if config.norm_weights else PlainLayerNorm
+        return norm(context, config.hidden_size, config.layer_norm_eps)
+
+    def make_final_norm(self, config: OPTConfig, context: LayerContext) -> LayerNorm | None:
+        """None where norms are after the sums."""
+        return self.make_norm(config, context) if config.final_norm else None
+
+    def embed(self, token_ids: Array) -> Array:
+        """Projected to the width of the layers."""
+        embedded = self.embed_tokens(token_ids)
+        return embedded if self.project_in is None else self.project_in(embedded[:, self.project_in.columns])
+
+    def logits(self, hidden: Array) -> Array:
+        """Projected to the width of the embedding."""
+        if self.project_out is not None:
+            hidden = self.project_out(hidden[:, self.project_out.columns])
+        return super().logits(hidden)
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json of OPT or Galactica."""
+        reader = reader.with_defaults(
+            tie_word_embeddings=True, enable_bias=True, layer_norm_elementwise_affine=True, do_layer_norm_before=True
+        )
+        fields = decoder_fields(reader)
+        positions, bias = reader.positive("max_position_embeddings", 2048), reader.flag("enable_bias")
+        norm_first = reader.flag("do_layer_norm_before")
+        return OPTConfig(
+            architecture=architecture,
+            intermediate_size=reader.positive("ffn_dim"),
+            max_position=positions,
+            qkv_bias=bias,
+            o_bias=bias,
+            mlp_bias=bias,
+            activation=read_activation(reader, "activation_function", "relu"),
+            positions="learned",
+            position_rows=positions + _POSITION_OFFSET,
+            position_offset=_POSITION_OFFSET,
+            embedding_size=reader.positive("word_embed_proj_dim", fields["hidden_size"]),
+            norm_first=norm_first,
+            final_norm=norm_first and not reader.flag("_remove_final_layer_norm"),
+            norm_weights=reader.flag("layer_norm_elementwise_affine"),
+            **fields,
+        )
+
+
+# Command R (Cohere 2024): attention and a gated feed-forward network side by side, norms without biases.
+
+
+@dataclass(frozen=True)
+class CohereConfig(GPTConfig):
+    """The scale of logits."""
+
+    logit_scale: float = 0.0625
+
+
+class CohereForCausalLM(GPTDecoder):
+    """Command R; in its checkpoints, neighbouring dimensions of a head are rotated together."""
+
+    def __init__(self, config: CohereConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        rotated = config.head_dim
+        # Vectors and class scores are made of the norm itself.
+        scale = config.logit_scale if config.head == "lm" else 1.0
+        self.checkpoint_map = (
+            *GPT_NAMES,
+            Permute(r"\.q_proj\.(weight|bias)$", halve_pairs(config.num_heads, rotated)),
+            Permute(r"\.k_proj\.(weight|bias)$", halve_pairs(config.num_kv_heads, rotated)),
+            # The head is linear in the norm before it, so that its scale is the logits'.
+            Transform(
+                r"^model\.norm\.weight$",
+                lambda weight: weight * np.float32(scale),
+            ),
+        )
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json."""
+        refuse_activations(reader, "silu", "swish")
+        if reader.flag("use_qk_norm"):
+            raise UnsupportedModelError(f"{reader.file}: use_qk_norm=true (Command R+) is not supported")
+        reader = reader.with_defaults(tie_word_embeddings=True, rope_theta=500000.0, max_position_embeddings=8192)
+        fields, bias = decoder_fields(reader, kv_heads="num_key_value_heads"), reader.flag("attention_bias")
+        fields |= rotary_fields(reader, fields["head_dim"])
+        # The longest context of the published files; max_position_embeddings is that of the first training.
+        fields["max_position"] = reader.positive("model_max_length", fields["max_position"])
+        return CohereConfig(
+            architecture=architecture,
+            intermediate_size=reader.positive("intermediate_size"),
+            qkv_bias=bias,
+            o_bias=bias,
+            gated_mlp=True,
+            norm_bias=False,
+            layout="parallel",
+            layer_norm_eps=reader.number("layer_norm_eps", 1e-5),
+            logit_scale=reader.number("logit_scale", 0.0625),
+            **fields,
+        )

@@ -11,20 +11,28 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from octavo.core.errors import ConfigError, InvalidRequestError
-from octavo.core.image_input import ImageFacts, ImageInput
-from octavo.core.model_config import ModelConfig
-from octavo.kernels.arrays import Array
-from octavo.kernels.cache import LayerCache
+from octavo.core.model_config import ImageFacts, ModelConfig
+from octavo.core.request import ImageInput
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.layers.context import LayerContext
+from octavo.kernels.interface import Array, LayerCache
+from octavo.layers.layer import LayerContext
 from octavo.models.checkpoint import Rename
-from octavo.models.config_reader import ConfigReader
+from octavo.models.config_files import ConfigReader
 from octavo.models.llama import LlamaForCausalLM
-from octavo.models.vision.pixels import patch_places, read_pixels
-from octavo.models.vision.text_part import TEXT_NAMES, fields_of, read_text_part
-from octavo.models.vision.tower import tower_context
-from octavo.models.vision.vit import VIT_NAMES, Projection, VisionTransformer, VitTower
-from octavo.models.vision.vit_config import VitConfig, read_siglip
+from octavo.models.network import tower_context
+from octavo.models.vision import (
+    TEXT_NAMES,
+    VIT_NAMES,
+    Projection,
+    VisionTransformer,
+    VitConfig,
+    VitTower,
+    fields_of,
+    patch_places,
+    read_pixels,
+    read_siglip,
+    read_text_part,
+)
 
 #: What config.json leaves out of ``vision_config`` if it is the default of transformers.
 _VISION = {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}

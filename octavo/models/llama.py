@@ -5,25 +5,23 @@ A network is a stack of layers; a layer is attention and an MLP, each with a nor
 
 from __future__ import annotations
 
-from octavo.core.errors import ConfigError
+from dataclasses import dataclass, fields, replace
+
+from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.arrays import Array
-from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec
-from octavo.layers.attention import Attention
-from octavo.layers.context import LayerContext
-from octavo.layers.latent_attention import LatentAttention
-from octavo.layers.mlp import GatedMLP
-from octavo.layers.moe import SparseMoE
-from octavo.layers.norm import RMSNorm
-from octavo.models.checkpoint import CheckpointEntry, Drop
-from octavo.models.config_reader import (
+from octavo.kernels.interface import Array, AttentionSpec, LayerCache, RoutingSpec
+from octavo.layers.attention import Attention, LatentAttention
+from octavo.layers.layer import LayerContext, RMSNorm
+from octavo.layers.mlp import GatedMLP, SparseMoE
+from octavo.models.checkpoint import CheckpointEntry, Drop, Rename, Split, Unstack
+from octavo.models.config_files import (
     ConfigReader,
     longest_context,
     read_rope,
     read_windows,
     refuse_activations,
+    rotary_fields,
     shape_fields,
 )
 from octavo.models.decoder import Decoder, DecoderLayer
@@ -125,3 +123,204 @@ def _windows(architecture: str, reader: ConfigReader, layers: int) -> tuple[int 
     if not isinstance(first, int):
         raise ConfigError(f"{reader.file}: max_window_layers must be an integer, not {first!r}")
     return tuple(window if i >= first else None for i in range(layers))
+
+
+# OLMo 2: Llama whose layers have no norms before attention and MLP, but on what these add to the residual stream.
+
+
+class Olmo2ForCausalLM(LlamaForCausalLM):
+    """A decoder-only transformer with its language-model head."""
+
+    def make_layer(self, index: int, config: ModelConfig, context: LayerContext) -> DecoderLayer:
+        """Layer ``index`` of the network."""
+        attention = norm_over_heads(self.make_attention(index, config, context), config, context)
+        return Olmo2Layer(config, context, attention, make_mlp(config, context))
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """Llama's, under its own name."""
+        return replace(super().read_config("LlamaForCausalLM", reader), architecture=architecture)
+
+
+class Olmo2Layer(DecoderLayer):
+    """Attention, then the MLP; each has the residual stream as its input, and a norm on what it adds to the stream."""
+
+    attention: Attention
+
+    def __init__(self, config: ModelConfig, context: LayerContext, attention: Attention, mlp: GatedMLP) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.attention = self.attach("self_attn", attention)
+        self.attention_norm = self.attach("post_attention_layernorm", RMSNorm(context, hidden, eps))
+        self.mlp = self.attach("mlp", mlp)
+        self.mlp_norm = self.attach("post_feedforward_layernorm", RMSNorm(context, hidden, eps))
+
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+        """See ``DecoderLayer``."""
+        residual = self.attention_norm.add_to(residual, self.attention(residual, cache, batch))
+        return self.mlp_norm.add_to(residual, self.mlp(residual))
+
+
+class ProjectionNorm(RMSNorm):
+    """Root mean square norm over all heads together."""
+
+    def __call__(self, x: Array) -> Array:
+        """The norm of x [T, heads, D], of the same shape and of the network's type."""
+        return super().__call__(x.reshape(len(x), -1)).reshape(*x.shape)
+
+
+def norm_over_heads(attention: Attention, config: ModelConfig, context: LayerContext) -> Attention:
+    """The attention, with norms over all heads of q and over all of k before the rotation.
+
+    Raises:
+        ConfigError: the heads are shared by ranks, each of which would know a part of the norm alone.
+    """
+    if context.tp_size > 1:
+        raise ConfigError(
+            f"{config.architecture} normalises q and k over all heads, which tensor-parallel workers cannot share: "
+            "set tensor_parallel_size=1"
+        )
+    head_dim, eps = config.head_dim, config.rms_norm_eps
+    attention.q_norm = attention.attach("q_norm", ProjectionNorm(context, config.num_heads * head_dim, eps))
+    attention.k_norm = attention.attach("k_norm", ProjectionNorm(context, config.num_kv_heads * head_dim, eps))
+    return attention
+
+
+# Phi-3 and Phi-4 (Abdin et al. 2024): a Llama with fused matrices, longer contexts by LongRoPE, and a window.
+
+
+class Phi3ForCausalLM(LlamaForCausalLM):
+    """The network is Llama's; its checkpoints fuse what has the same input."""
+
+    checkpoint_map = (
+        *LlamaForCausalLM.checkpoint_map,
+        Split("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+        Split("gate_up_proj", ("gate_proj", "up_proj")),
+    )
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json."""
+        refuse_activations(reader, "silu", "swish")
+        scaling = reader.table("rope_scaling")
+        if scaling.get("type") in ("su", "yarn"):  # names of LongRoPE in older files
+            reader = replace(reader, raw={**reader.raw, "rope_scaling": {**scaling, "type": "longrope"}})
+        fields = shape_fields(reader)
+        fields |= rotary_fields(reader, fields["head_dim"])
+        window = reader.positive("sliding_window", fields["max_position"])
+        return ModelConfig(
+            architecture=architecture,
+            rms_norm_eps=reader.number("rms_norm_eps", 1e-5),
+            sliding_windows=(window if window < fields["max_position"] else None,) * fields["num_layers"],
+            **fields,
+        )
+
+
+# Mixtures of experts of the Llama family: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE.
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig(ModelConfig):
+    """``intermediate_size`` is that of layers without experts."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_intermediate_size: int
+    #: Inner size of an expert that every token has; 0: none.
+    shared_intermediate_size: int
+    #: Whether the weights of a token's experts are divided by their sum.
+    renormalize: bool
+    #: For each layer, whether it has experts.
+    sparse_layers: tuple[bool, ...]
+
+    @property
+    def feed_forward_width(self) -> int:
+        """That of a layer without experts, or of the experts of a token and the shared one."""
+        chosen = self.experts_per_token * (self.hidden_size + 3 * self.expert_intermediate_size)
+        return max(3 * self.intermediate_size, chosen + 3 * self.shared_intermediate_size)
+
+
+class MixtureForCausalLM(LlamaForCausalLM):
+    """A decoder-only transformer with mixtures of experts."""
+
+    # Mixtral's names, and those of checkpoints with stacked experts.
+    checkpoint_map: tuple[CheckpointEntry, ...] = (
+        *LlamaForCausalLM.checkpoint_map,
+        Rename(r"\.block_sparse_moe\.", ".mlp."),
+        Rename(r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+        Rename(r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+        Rename(r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
+        Unstack("gate_up_proj", ("gate_proj", "up_proj")),
+        Unstack("down_proj", ("down_proj",)),
+    )
+
+    def make_layer(self, index: int, config: ModelConfig, context: LayerContext) -> LlamaLayer:
+        """A layer with experts, or without."""
+        assert isinstance(config, MixtureConfig)
+        mlp = _experts(config, context) if config.sparse_layers[index] else make_mlp(config, context)
+        return LlamaLayer(config, context, self.make_attention(index, config, context), mlp)
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """The facts of a config.json of any of the four architectures."""
+        base = super().read_config("LlamaForCausalLM", reader)
+        values = {field.name: getattr(base, field.name) for field in fields(ModelConfig)}
+        qwen, qwen2 = architecture.startswith("Qwen"), architecture == "Qwen2MoeForCausalLM"
+        if reader.raw.get("clip_qkv") is not None:
+            raise UnsupportedModelError(f"clip_qkv={reader.raw['clip_qkv']!r} is not supported; supported: null")
+        experts = reader.positive("num_local_experts" if "num_local_experts" in reader.raw else "num_experts")
+        chosen = reader.positive("num_experts_per_tok")
+        if chosen > experts:
+            raise ConfigError(f"{reader.file}: num_experts_per_tok ({chosen}) is more than the {experts} experts")
+        values |= {
+            "architecture": architecture,
+            "qkv_bias": base.qkv_bias or (qwen2 and (reader.raw.get("qkv_bias") is None or reader.flag("qkv_bias"))),
+            "qk_norm": architecture == "Qwen3MoeForCausalLM",
+            "sliding_windows": _mixture_windows(architecture, reader, base.num_layers),
+        }
+        return MixtureConfig(
+            **values,
+            num_experts=experts,
+            experts_per_token=chosen,
+            expert_intermediate_size=reader.positive("moe_intermediate_size") if qwen else base.intermediate_size,
+            shared_intermediate_size=reader.positive("shared_expert_intermediate_size") if qwen2 else 0,
+            renormalize=architecture == "MixtralForCausalLM" or reader.flag("norm_topk_prob"),
+            sparse_layers=_sparse_layers(reader, base.num_layers) if qwen else (True,) * base.num_layers,
+        )
+
+
+class OlmoeForCausalLM(MixtureForCausalLM):
+    """OLMoE: norms over all heads of q and over all of k, before the rotation."""
+
+    def make_attention(self, index: int, config: ModelConfig, context: LayerContext) -> Attention:
+        """Attention with these norms."""
+        return norm_over_heads(super().make_attention(index, config, context), config, context)
+
+
+def _experts(config: MixtureConfig, context: LayerContext) -> SparseMoE:
+    shared = config.shared_intermediate_size
+    routing = RoutingSpec(config.experts_per_token, renormalize=config.renormalize, shared=int(shared > 0))
+    hidden, inner = config.hidden_size, config.expert_intermediate_size
+    return SparseMoE(context, hidden, inner, config.num_experts, routing, shared_inner=shared)
+
+
+def _mixture_windows(architecture: str, reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
+    """Mixtral's and Qwen3-MoE's window is that of all layers; Qwen2-MoE names the layers that have it."""
+    given = architecture == "MixtralForCausalLM" or reader.flag("use_sliding_window")
+    if not given or not reader.raw.get("sliding_window"):
+        return (None,) * layers
+    window = reader.positive("sliding_window")
+    if architecture != "Qwen2MoeForCausalLM":
+        return (window,) * layers
+    windows = read_windows(reader, layers, window)
+    if windows is None:
+        raise ConfigError(f"{reader.file}: with use_sliding_window, layer_types must name the layers that have it")
+    return windows
+
+
+def _sparse_layers(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
+    """Every decoder_sparse_step-th layer has experts, except those of mlp_only_layers."""
+    step, dense = reader.positive("decoder_sparse_step", 1), reader.raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
+        raise ConfigError(f"{reader.file}: mlp_only_layers must be a list of layers, not {dense!r}")
+    return tuple((index + 1) % step == 0 and index not in dense for index in range(layers))

@@ -8,22 +8,29 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
-from octavo.core.image_input import ImageFacts, ImageInput
-from octavo.core.model_config import ModelConfig
-from octavo.kernels.arrays import Array
-from octavo.kernels.cache import LayerCache
+from octavo.core.model_config import ImageFacts, ModelConfig
+from octavo.core.request import ImageInput
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.packed_weight import Activation
-from octavo.layers.context import LayerContext
+from octavo.kernels.interface import Activation, Array, LayerCache
+from octavo.layers.layer import LayerContext
 from octavo.layers.linear import MergedColumnParallelLinear
 from octavo.models.checkpoint import Rename
-from octavo.models.config_reader import ConfigReader, read_activation
+from octavo.models.config_files import ConfigReader, read_activation
 from octavo.models.llama import LlamaForCausalLM
-from octavo.models.vision.pixels import read_pixels
-from octavo.models.vision.text_part import TEXT_NAMES, fields_of, read_text_part
-from octavo.models.vision.tower import TowerInput, tower_context
-from octavo.models.vision.vit import VIT_NAMES, Projection, VisionTransformer, VitTower
-from octavo.models.vision.vit_config import VitConfig, read_clip, read_siglip
+from octavo.models.network import TowerInput, tower_context
+from octavo.models.vision import (
+    TEXT_NAMES,
+    VIT_NAMES,
+    Projection,
+    VisionTransformer,
+    VitConfig,
+    VitTower,
+    fields_of,
+    read_clip,
+    read_pixels,
+    read_siglip,
+    read_text_part,
+)
 
 #: What a config.json without ``vision_config`` means.
 _VISION = {

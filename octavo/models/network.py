@@ -2,24 +2,91 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
 
 import numpy as np
 
+from octavo.config.kv_spec import NUMBER_BYTES, KVSpec
+from octavo.core.dtypes import DType
 from octavo.core.errors import InvalidRequestError
-from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.arrays import Array
-from octavo.kernels.cache import LayerCache
+from octavo.core.request import ImageInput
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.layers.context import LayerContext
-from octavo.layers.cross_attention import CrossQueries
-from octavo.layers.layer import Layer
+from octavo.kernels.interface import Array, AttentionSpec, Kernels, LayerCache, LowRankShape
+from octavo.layers.attention import CrossQueries
+from octavo.layers.layer import Layer, LayerContext, Weight
 from octavo.layers.rope import RotaryTable
 from octavo.models.checkpoint import CheckpointEntry
-from octavo.models.config_reader import ConfigReader
-from octavo.models.vision.tower import Tower
+from octavo.models.config_files import ConfigReader
+from octavo.models.registry import make_network
+
+# The interface of towers.
+
+
+@dataclass(frozen=True)
+class TowerInput:
+    """One piece, as rows for the tower: made on the host, beside the steps."""
+
+    #: float32 [T, ``Tower.row_width``]: normalised pixels of each patch, in the order in which the tower wants them.
+    rows: np.ndarray
+    #: int64 [T]: ``ForwardBatch.positions``, such as rows of a table of positions or of a rotary table.
+    positions: np.ndarray
+    #: int64 [N]: ``ForwardBatch.sampled_rows``, the first row of each that makes a feature.
+    feature_rows: np.ndarray
+    #: Rows that attend to each other, which lie behind each other; their sum is T. The sequences of the batch.
+    segments: tuple[int, ...]
+    #: int64 [``Tower.rotary_axes``, T]: ``ForwardBatch.rotary_positions``, of a tower that has any.
+    rotary_positions: np.ndarray | None = None
+
+
+class Tower(Layer, ABC):
+    """One network's tower, with the projection to the width of its embeddings."""
+
+    #: Numbers of a row.
+    row_width: int
+    #: Most rows of a piece; None: as many as the image has.
+    max_rows: int | None = None
+    #: Positions of a row that sections of a head are rotated by, such as line and column.
+    rotary_axes: int = 0
+    #: Keys and values of a layer for the rows of one batch. Group 0 has block tables by segment; group 1 has one
+    #: context of all rows, which ``AttentionSpec.cross`` sees whole (the batch's cross tables).
+    workspace: KVSpec
+
+    def weights(self, prefix: str = "") -> Iterator[Weight]:
+        """See ``Layer``; no token's step reads them."""
+        return (weight._replace(active=0.0) for weight in super().weights(prefix))
+
+    @abstractmethod
+    def prepare(self, image: ImageInput) -> list[TowerInput]:
+        """The pieces of an image; called in a thread beside the steps. Their features follow each other."""
+
+    @abstractmethod
+    def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array:
+        """Rows float32 [T, row_width] to features float32 [N, E]; recorded, and run in parts between steps.
+
+        ``caches``: the workspace as group 0 and as group 1, which are different memory.
+        """
+
+
+def tower_context(context: LayerContext) -> LayerContext:
+    """What the layers of a tower are built with: all of each on every rank, not quantised, without adapters.
+
+    They are layers whose products need nothing of other ranks: ``all_reduce`` would add the whole several times.
+    """
+    return replace(
+        context,
+        quantization=None,
+        kv_cache_dtype="auto",
+        tp_rank=0,
+        tp_size=1,
+        layers=None,
+        max_loras=0,
+        virtual_tokens=0,
+    )
 
 
 class ResidualReader(Protocol):
@@ -179,3 +246,87 @@ class Network(Layer, ABC):
         before sigmoid or softmax. Last stage only, and not part of recorded steps.
         """
         raise NotImplementedError(f"{type(self).__name__} has no classification head")
+
+
+# Sizes of a network, derived from its weights and KV specs, which need no memory: ``build_without_weights``.
+
+
+class _NoMemory:
+    """What constructors of layers ask of kernels, without memory for anything."""
+
+    def __init__(self) -> None:
+        self.adapters = self
+
+    def array(self, values: np.ndarray, dtype: DType | None = None) -> None: ...
+
+    def zeros(self, shape: tuple[int, ...], dtype: DType) -> None: ...
+
+    def check_attention(self, spec: AttentionSpec) -> None: ...
+
+    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> LowRankShape:
+        return shape
+
+    def make_low_rank_embedding(self, shape: LowRankShape) -> LowRankShape:
+        return shape
+
+
+_NO_MEMORY = cast(Kernels, _NoMemory())
+
+
+def build_rank_without_weights(config: ModelConfig, context: LayerContext) -> Network:
+    """The network for ``context`` without memory: its sizes can be computed, it cannot be loaded or run.
+
+    Raises:
+        As ``make_network``.
+    """
+    return make_network(config, replace(context, kernels=_NO_MEMORY, positions=0))
+
+
+def build_without_weights(
+    config: ModelConfig,
+    dtype: str,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+    max_loras: int = 0,
+) -> Network:
+    """As ``build_rank_without_weights``, of the whole network on one rank; types are values of the engine's options."""
+    context = LayerContext(
+        _NO_MEMORY, DType(dtype), quantization=quantization, kv_cache_dtype=kv_cache_dtype, max_loras=max_loras
+    )
+    return build_rank_without_weights(config, context)
+
+
+def matrices(network: Network) -> list[Weight]:
+    """The matrices of the layers and the head, which every step reads, except those of experts that none chose; without
+    those of a tower.
+    """
+    return [weight for weight in network.weights() if weight.kind in ("linear", "head") and weight.active]
+
+
+def num_parameters(network: Network) -> int:
+    """Numbers in the weights of this rank, tied ones once."""
+    return sum(math.prod(weight.shape) for weight in _parameters(network))
+
+
+def num_active_parameters(network: Network) -> int:
+    """As ``num_parameters``, of a mixture of experts with as many experts as a token has, and without a tower."""
+    return round(sum(math.prod(weight.shape) * weight.active for weight in _parameters(network)))
+
+
+def _parameters(network: Network) -> list[Weight]:
+    return [weight for weight in network.weights() if not weight.is_tied]
+
+
+def size_bytes(*weights: Weight) -> int:
+    """Bytes of these weights without scales of quantised ones."""
+    return int(sum(math.prod(weight.shape) * NUMBER_BYTES[weight.dtype] for weight in weights))
+
+
+def weight_bytes(network: Network) -> int:
+    """Bytes of the weights in memory, without scales and padding of the backend (a lower bound)."""
+    return size_bytes(*(weight for weight in network.weights() if not weight.is_tied))
+
+
+def kv_bytes_per_token(network: Network) -> int:
+    """Bytes of a token's KV entries in all layers of this rank, without padding."""
+    return sum(spec.bytes_per_token for spec in network.kv_specs)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
-from octavo.core.json_values import JsonValues, read_object, read_value
+from octavo.core.files import JsonValues, read_object, read_value
 from octavo.core.model_config import ModelConfig
-from octavo.core.pooler_config import DenseConfig, PoolerActivation, PoolerConfig, PoolingKind
-from octavo.models.config_reader import ConfigReader
+from octavo.core.outputs import DenseConfig, PoolerActivation, PoolerConfig, PoolingKind
+
+if TYPE_CHECKING:
+    from octavo.models.config_files import ConfigReader
 
 _MAX_MODULES = 16
 #: By the flags of 1_Pooling/config.json, and by the newer name.

@@ -5,31 +5,35 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from octavo.core.errors import UnsupportedModelError
+from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.model_config import ModelConfig
+from octavo.core.outputs import PoolerActivation, PoolerConfig, PoolingKind
 
 if TYPE_CHECKING:
-    from octavo.core.model_config import ModelConfig
-    from octavo.layers.context import LayerContext
+    from octavo.layers.layer import LayerContext
+    from octavo.models.config_files import ConfigReader
     from octavo.models.network import Network
+
 
 #: Architecture, as config.json names it, to (model_type of config.json, module, class).
 NETWORKS = {
     "BartForConditionalGeneration": ("bart", "octavo.models.bart", "BartForConditionalGeneration"),
-    "BloomForCausalLM": ("bloom", "octavo.models.bloom", "BloomForCausalLM"),
-    "CohereForCausalLM": ("cohere", "octavo.models.cohere", "CohereForCausalLM"),
+    "BloomForCausalLM": ("bloom", "octavo.models.gpt", "BloomForCausalLM"),
+    "CohereForCausalLM": ("cohere", "octavo.models.gpt", "CohereForCausalLM"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "octavo.models.deepseek", "DeepseekForCausalLM"),
     "DeepseekV3ForCausalLM": ("deepseek_v3", "octavo.models.deepseek", "DeepseekForCausalLM"),
-    "FalconForCausalLM": ("falcon", "octavo.models.falcon", "FalconForCausalLM"),
-    "GPT2LMHeadModel": ("gpt2", "octavo.models.gpt2", "GPT2LMHeadModel"),
-    "GPTBigCodeForCausalLM": ("gpt_bigcode", "octavo.models.gpt2", "GPTBigCodeForCausalLM"),
-    "GPTJForCausalLM": ("gptj", "octavo.models.gptj", "GPTJForCausalLM"),
-    "GPTNeoXForCausalLM": ("gpt_neox", "octavo.models.gpt_neox", "GPTNeoXForCausalLM"),
+    "FalconForCausalLM": ("falcon", "octavo.models.gpt", "FalconForCausalLM"),
+    "GPT2LMHeadModel": ("gpt2", "octavo.models.gpt", "GPT2LMHeadModel"),
+    "GPTBigCodeForCausalLM": ("gpt_bigcode", "octavo.models.gpt", "GPTBigCodeForCausalLM"),
+    "GPTJForCausalLM": ("gptj", "octavo.models.gpt", "GPTJForCausalLM"),
+    "GPTNeoXForCausalLM": ("gpt_neox", "octavo.models.gpt", "GPTNeoXForCausalLM"),
     "Gemma2ForCausalLM": ("gemma2", "octavo.models.gemma", "GemmaForCausalLM"),
     "Gemma3ForCausalLM": ("gemma3_text", "octavo.models.gemma", "GemmaForCausalLM"),
-    "Gemma3ForConditionalGeneration": ("gemma3", "octavo.models.gemma3", "Gemma3ForConditionalGeneration"),
+    "Gemma3ForConditionalGeneration": ("gemma3", "octavo.models.gemma", "Gemma3ForConditionalGeneration"),
     "GemmaForCausalLM": ("gemma", "octavo.models.gemma", "GemmaForCausalLM"),
     "Idefics3ForConditionalGeneration": (
         "idefics3",
@@ -40,27 +44,27 @@ NETWORKS = {
     "LlavaForConditionalGeneration": ("llava", "octavo.models.llava", "LlavaForConditionalGeneration"),
     "MBartForConditionalGeneration": ("mbart", "octavo.models.bart", "MBartForConditionalGeneration"),
     "MT5ForConditionalGeneration": ("mt5", "octavo.models.t5", "MT5ForConditionalGeneration"),
-    "MarianMTModel": ("marian", "octavo.models.marian", "MarianMTModel"),
+    "MarianMTModel": ("marian", "octavo.models.bart", "MarianMTModel"),
     "MistralForCausalLM": ("mistral", "octavo.models.llama", "LlamaForCausalLM"),
-    "MixtralForCausalLM": ("mixtral", "octavo.models.mixtures", "MixtureForCausalLM"),
-    "OPTForCausalLM": ("opt", "octavo.models.opt", "OPTForCausalLM"),
-    "Olmo2ForCausalLM": ("olmo2", "octavo.models.olmo2", "Olmo2ForCausalLM"),
-    "OlmoeForCausalLM": ("olmoe", "octavo.models.mixtures", "OlmoeForCausalLM"),
-    "PegasusForConditionalGeneration": ("pegasus", "octavo.models.marian", "PegasusForConditionalGeneration"),
-    "Phi3ForCausalLM": ("phi3", "octavo.models.phi3", "Phi3ForCausalLM"),
-    "PhiForCausalLM": ("phi", "octavo.models.phi", "PhiForCausalLM"),
+    "MixtralForCausalLM": ("mixtral", "octavo.models.llama", "MixtureForCausalLM"),
+    "OPTForCausalLM": ("opt", "octavo.models.gpt", "OPTForCausalLM"),
+    "Olmo2ForCausalLM": ("olmo2", "octavo.models.llama", "Olmo2ForCausalLM"),
+    "OlmoeForCausalLM": ("olmoe", "octavo.models.llama", "OlmoeForCausalLM"),
+    "PegasusForConditionalGeneration": ("pegasus", "octavo.models.bart", "PegasusForConditionalGeneration"),
+    "Phi3ForCausalLM": ("phi3", "octavo.models.llama", "Phi3ForCausalLM"),
+    "PhiForCausalLM": ("phi", "octavo.models.gpt", "PhiForCausalLM"),
     "Qwen2_5_VLForConditionalGeneration": (
         "qwen2_5_vl",
         "octavo.models.qwen2_5_vl",
         "Qwen25VLForConditionalGeneration",
     ),
     "Qwen2ForCausalLM": ("qwen2", "octavo.models.llama", "LlamaForCausalLM"),
-    "Qwen2MoeForCausalLM": ("qwen2_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", "octavo.models.llama", "MixtureForCausalLM"),
     "Qwen3ForCausalLM": ("qwen3", "octavo.models.llama", "LlamaForCausalLM"),
-    "Qwen3MoeForCausalLM": ("qwen3_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", "octavo.models.llama", "MixtureForCausalLM"),
     "SmolVLMForConditionalGeneration": ("smolvlm", "octavo.models.idefics3", "Idefics3ForConditionalGeneration"),
-    "StableLmForCausalLM": ("stablelm", "octavo.models.stablelm", "StableLmForCausalLM"),
-    "Starcoder2ForCausalLM": ("starcoder2", "octavo.models.starcoder2", "Starcoder2ForCausalLM"),
+    "StableLmForCausalLM": ("stablelm", "octavo.models.gpt", "StableLmForCausalLM"),
+    "Starcoder2ForCausalLM": ("starcoder2", "octavo.models.gpt", "Starcoder2ForCausalLM"),
     "T5ForConditionalGeneration": ("t5", "octavo.models.t5", "T5ForConditionalGeneration"),
     "UMT5ForConditionalGeneration": ("umt5", "octavo.models.t5", "UMT5ForConditionalGeneration"),
     "WhisperForConditionalGeneration": ("whisper", "octavo.models.whisper", "WhisperForConditionalGeneration"),
@@ -77,9 +81,9 @@ ENCODERS = {
     "Bert": ("bert", "octavo.models.bert", "BertModel"),
     "Camembert": ("camembert", "octavo.models.bert", "RobertaModel"),
     "DistilBert": ("distilbert", "octavo.models.bert", "DistilBertModel"),
-    "MPNet": ("mpnet", "octavo.models.mpnet", "MPNetModel"),
-    "ModernBert": ("modernbert", "octavo.models.modernbert", "ModernBertModel"),
-    "NomicBert": ("nomic_bert", "octavo.models.nomic_bert", "NomicBertModel"),
+    "MPNet": ("mpnet", "octavo.models.bert", "MPNetModel"),
+    "ModernBert": ("modernbert", "octavo.models.bert", "ModernBertModel"),
+    "NomicBert": ("nomic_bert", "octavo.models.bert", "NomicBertModel"),
     "Roberta": ("roberta", "octavo.models.bert", "RobertaModel"),
     "XLMRoberta": ("xlm-roberta", "octavo.models.bert", "RobertaModel"),
 }
@@ -169,3 +173,61 @@ def make_network(config: ModelConfig, context: LayerContext) -> Network:
         ConfigError: the configuration contradicts itself, or cannot be divided among the ranks or stages.
     """
     return network_class(config.architecture)(config, context)
+
+
+# What a network has after its last layer: the architecture says so by the end of its name.
+
+_HEAD_KINDS: dict[str, Literal["sequence", "token"]] = {
+    "ForSequenceClassification": "sequence",
+    "ForTokenClassification": "token",
+}
+
+
+def with_head(config: ModelConfig, architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The configuration of a base network as that of an architecture with a classification head, or with none.
+
+    Vectors are by default the mean of an encoder's hidden states, as sentence-transformers makes them of a model that
+    says nothing, and the last one of a decoder's. Class scores are made of an encoder's first one, unless the model
+    says otherwise (``classifier_pooling``), and of a decoder's last one.
+
+    Raises:
+        ConfigError: the classes are not named as they should be.
+    """
+    head = next((head for ending, head in _HEAD_KINDS.items() if architecture.endswith(ending)), None)
+    if head is None:
+        vectors: PoolingKind = "mean" if config.is_encoder else "last"
+        return replace(config, architecture=architecture, head="none", pooler=PoolerConfig(vectors))
+    labels = _labels(reader)
+    pooler = PoolerConfig(_classifier_pooling(reader, config), activation=_activation(reader, labels))
+    return replace(config, architecture=architecture, head=head, labels=labels, pooler=pooler)
+
+
+def _classifier_pooling(reader: ConfigReader, config: ModelConfig) -> PoolingKind:
+    if not config.is_encoder:
+        return "last"
+    kind = reader.raw.get("classifier_pooling") or "cls"
+    if kind not in ("cls", "mean"):
+        raise ConfigError(f"{reader.file}: classifier_pooling must be cls or mean, not {kind!r}")
+    return "mean" if kind == "mean" else "cls"
+
+
+def _labels(reader: ConfigReader) -> tuple[str, ...]:
+    """Names of the classes, in their order: those of id2label, or of ``num_labels`` (2 where nothing is said)."""
+    named = reader.table("id2label")
+    if not named:
+        return tuple(f"LABEL_{i}" for i in range(reader.positive("num_labels", 2)))
+    try:
+        ordered = sorted((int(key), str(value)) for key, value in named.items())
+    except ValueError:
+        raise ConfigError(f"{reader.file}: keys of id2label must be integers, not {list(named)!r}") from None
+    if [key for key, _ in ordered] != list(range(len(ordered))):
+        raise ConfigError(f"{reader.file}: id2label must name the classes 0 to {len(ordered) - 1}, not {list(named)!r}")
+    return tuple(name for _, name in ordered)
+
+
+def _activation(reader: ConfigReader, labels: tuple[str, ...]) -> PoolerActivation:
+    """What makes class scores probabilities: softmax where one class is right, sigmoid where each may be."""
+    problem = reader.raw.get("problem_type")
+    if problem == "regression":
+        return "identity"
+    return "sigmoid" if len(labels) == 1 or problem == "multi_label_classification" else "softmax"

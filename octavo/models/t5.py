@@ -7,19 +7,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from octavo.core.encoder_input import EncoderFacts
 from octavo.core.errors import UnsupportedModelError
-from octavo.core.model_config import ModelConfig
+from octavo.core.model_config import EncoderFacts, ModelConfig
 from octavo.kernels.interface import AttentionSpec
-from octavo.layers.attention import Attention
-from octavo.layers.context import LayerContext
-from octavo.layers.cross_attention import CrossAttention
-from octavo.layers.norm import RMSNorm
-from octavo.layers.relative_bias import RelativeBias
+from octavo.layers.attention import Attention, CrossAttention, RelativeBias
+from octavo.layers.layer import LayerContext, RMSNorm
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename, SameAs, Transform
-from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation, read_token_ids
-from octavo.models.encoder import EncoderConfig
-from octavo.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from octavo.models.config_files import ConfigReader, decoder_fields, read_activation, read_token_ids
+from octavo.models.encoder import EncoderConfig, EncoderDecoder, EncoderDecoderConfig
 
 #: Positions have no end; longer inputs and outputs than these were never meant.
 _LONGEST = 32768

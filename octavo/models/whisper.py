@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from octavo.core.encoder_input import AUDIO
 from octavo.core.errors import InvalidRequestError
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.arrays import Array
-from octavo.layers.context import LayerContext
-from octavo.layers.convolution import TAPS, TwoConvolutions, convolution_rows, window_size
+from octavo.core.request import AUDIO
+from octavo.kernels.interface import Array
+from octavo.layers.layer import LayerContext
+from octavo.layers.linear import TAPS, TwoConvolutions, convolution_rows, window_size
 from octavo.models.bart import BART_NAMES, encoder_decoder_config
 from octavo.models.checkpoint import Drop, Rename, ZerosFor
-from octavo.models.config_reader import ConfigReader
-from octavo.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from octavo.models.config_files import ConfigReader
+from octavo.models.encoder import EncoderDecoder, EncoderDecoderConfig
 from octavo.speech.log_mel import log_mel
 
 #: Kind of an encoder input: log-mel features as transformers' extractor gives them, float32 [channels, frames].

@@ -5,23 +5,73 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.config import EngineConfig
-from octavo.core.kv_groups import KVLayout
+from octavo.config.engine_config import EngineConfig
+from octavo.config.kv_spec import KVLayout
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.arrays import Array
-from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import Kernels
+from octavo.kernels.forward_batch import ARRAYS, ForwardBatch
+from octavo.kernels.interface import Array, Kernels
 from octavo.layers.layer import Layer
+from octavo.models.network import weight_bytes
 from octavo.runner import memory
 from octavo.runner.cache_engine import CacheEngine
-from octavo.runner.device_batch import SampledTokens, to_device
-from octavo.runner.memory import CacheSize, WorkerShare
-from octavo.runner.pending import StepTimer
-from octavo.runner.step_inputs import FlatInputs
+from octavo.runner.input_batch import FlatInputs
+
+if TYPE_CHECKING:
+    from octavo.runner.loaded_model import LoadedModel
+    from octavo.runner.memory import CacheSize, WorkerShare
+    from octavo.runner.model_runner import StepTimer
+
+
+# The inputs of a step on the device, with tokens that steps in flight sample there.
+
+
+class Send(Protocol):
+    """Takes arrays to the device; where that is the host's own memory, they may be changed when the step is done."""
+
+    def __call__(self, arrays: Sequence[NDArray[Any]]) -> list[Array]:
+        """The same arrays (int64, then int32) on the device, in order; valid until the step is done."""
+        ...
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """Tokens that were sampled by a step in flight: their ids are on the device only."""
+
+    #: int64 [n] where the sampler has them; a negative one stands for no token.
+    token_ids: Any
+    #: Where they belong among this step's tokens, and which of ``token_ids`` each is: [m].
+    targets: NDArray[np.int64]
+    sources: NDArray[np.int64]
+
+    def is_all(self, num_tokens: int) -> bool:
+        """Whether they are all of the step's ``num_tokens``, in order: the same sequences as before decode."""
+        count = len(self.sources)
+        return count == num_tokens == len(self.token_ids) and bool((self.sources == np.arange(count)).all())
+
+
+def to_device(inputs: FlatInputs, pending: Sequence[SampledTokens], send: Send, kernels: Kernels) -> ForwardBatch:
+    """Sends a step's arrays, and puts tokens that are on the device already in their places there, in this order."""
+    batch = ForwardBatch.of(
+        send([inputs.arrays[array.name] for array in ARRAYS]),
+        num_decodes=inputs.num_decodes,
+        max_seq_len=inputs.max_seq_len,
+        all_sampled=inputs.all_sampled,
+        has_adapters=inputs.has_adapters,
+        has_spans=inputs.has_spans,
+    )
+    count = len(inputs.arrays["token_ids"])
+    for tokens in pending:
+        if tokens.is_all(count):
+            batch.token_ids = kernels.as_token_ids(tokens.token_ids)
+        else:
+            kernels.put_tokens(batch.token_ids, tokens.targets, tokens.token_ids, tokens.sources)
+    return batch
 
 
 class ProfiledStep(Protocol):
@@ -165,3 +215,51 @@ class HostDevice(Device):
 
 def _no_timer() -> None:
     return None
+
+
+# Sleep mode: the memory of weights is given back, for a while.
+
+
+class WeightSleep:
+    """Frees the memory of a model's weights, and brings them back."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        #: Weights of a GPU that are in host memory.
+        self._asleep: WeightsAway | None = None
+
+    @property
+    def are_away(self) -> bool:
+        """Whether ``wake_up`` has something to restore."""
+        return self._asleep is not None or not self._loaded.has_weights
+
+    def sleep(self, level: int) -> int:
+        """Bytes that were freed. Level 2 may follow level 1.
+
+        Level 1 moves the weights of a GPU to host memory; on a CPU they are there already, and stay as they are packed.
+        Level 2 drops the weights.
+        """
+        loaded = self._loaded
+        if not loaded.has_weights:
+            return 0
+        if level == 2:
+            freed = 0 if self._asleep else sum(map(weight_bytes, loaded.networks))
+            self._asleep = None
+            loaded.drop_weights()
+            return freed
+        if self._asleep is not None:
+            return 0
+        self._asleep = loaded.device.put_to_sleep(loaded.networks)
+        return 0 if self._asleep is None else self._asleep.bytes_freed
+
+    def wake_up(self, num_positions: int) -> None:
+        """Restores the weights, read again for sequences of up to so many tokens if they were dropped.
+
+        Raises:
+            WeightError: the checkpoint cannot be read any more.
+        """
+        if not self._loaded.has_weights:
+            self._loaded.read_weights(num_positions)
+        if self._asleep is not None:
+            self._asleep.wake_up()
+            self._asleep = None

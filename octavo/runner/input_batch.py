@@ -4,17 +4,249 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.plan import NewSequence, StepPlan, TableChange
-from octavo.core.request import Beam, Pool
+from octavo.core.plan import NewContext, NewSequence, StepPlan, TableChange
+from octavo.core.request import Beam, Feature, Pool
 from octavo.kernels.forward_batch import ARRAYS
-from octavo.runner.contexts import NO_CONTEXTS, Contexts
-from octavo.runner.rotary_positions import NO_ROTARY_POSITIONS, RotaryPositions
-from octavo.runner.step_inputs import DraftedTokens, FlatInputs, ForkedRows, NewTokens, StepInputs
 from octavo.sampling.sampler import TokenTable
+
+# What sequences attend to beside their own tokens: where it lies, and which sequence sees which.
+
+#: The arrays of a network that has no cross attention.
+NO_CONTEXTS: dict[str, NDArray[Any]] = {
+    "cross_lens": np.zeros(0, np.int32),
+    "cross_tables": np.zeros((0, 0), np.int32),
+}
+
+
+class Contexts:
+    """Owns a place for each context that the worker holds, with its block table, and the context of each row.
+
+    Invariant: a context keeps its place from the plan that introduces it to the plan that forgets it.
+    """
+
+    def __init__(self, max_num_seqs: int, max_tokens: int, block_size: int) -> None:
+        """There are at most as many contexts as rows of sequences, of at most ``max_tokens`` tokens each."""
+        self.block_size = block_size
+        self._tables = np.zeros((max_num_seqs, -(-max_tokens // block_size)), np.int32)
+        self._lens = np.zeros(max_num_seqs, np.int32)
+        self._places: dict[int, int] = {}
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+        #: By row: the place of its context.
+        self._of_row = np.zeros(max_num_seqs, np.int64)
+
+    def add(self, context: NewContext) -> None:
+        """Gives a new context its place."""
+        place = self._places[context.context_id] = self._free.pop()
+        self._lens[place] = context.num_tokens
+
+    def forget(self, context_id: int) -> None:
+        """Frees the place; nothing happens for the id of a sequence."""
+        place = self._places.pop(context_id, None)
+        if place is not None:
+            self._free.append(place)
+
+    def change_table(self, change: TableChange) -> bool:
+        """Writes blocks into a context's block table; False if the change is that of a sequence."""
+        place = self._places.get(change.seq_id)
+        if place is None:
+            return False
+        self._tables[place, change.index : change.index + len(change.blocks)] = change.blocks
+        return True
+
+    def attach(self, row: int, context_id: int | None) -> None:
+        """The row's sequence attends to a context, which is held."""
+        if context_id is None:
+            raise RuntimeError("the network attends to an encoder's output, but a sequence names none")
+        self._of_row[row] = self._places[context_id]
+
+    def copy(self, source: int, row: int) -> None:
+        """A row's sequence attends to the context of another's."""
+        self._of_row[row] = self._of_row[source]
+
+    def table(self, context_id: int) -> NDArray[np.int32]:
+        """The blocks of a context."""
+        place = self._places[context_id]
+        return self._tables[place, : -(-int(self._lens[place]) // self.block_size)]
+
+    def arrays(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """The arrays of ``ForwardBatch`` for these rows."""
+        places = self._of_row[rows]
+        lens = self._lens[places]
+        longest = -(-int(lens.max(initial=0)) // self.block_size)
+        return {"cross_lens": lens, "cross_tables": np.ascontiguousarray(self._tables[places, :longest])}
+
+
+# What the heads of tokens are rotated by where images have positions in time, height and width (M-RoPE).
+
+#: Time, height and width.
+AXES = 3
+#: ``ForwardBatch.rotary_positions`` of networks that rotate by the positions of tokens.
+NO_ROTARY_POSITIONS: NDArray[np.int64] = np.zeros((0, 0), np.int64)
+
+
+class RotaryPositions:
+    """Owns those of each row's sequence up to the end of its last image, and how far its text is shifted from there."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        #: Tokens up to the end of the row's last image, 0 without one; and what is added to positions from there on.
+        self._ends = np.zeros(max_num_seqs, np.int64)
+        self._shifts = np.zeros(max_num_seqs, np.int64)
+        #: By row: int64 [AXES, end].
+        self._beginnings: dict[int, NDArray[np.int64]] = {}
+
+    def add(self, row: int, features: Sequence[Feature]) -> None:
+        """The row's sequence has these images."""
+        if features:
+            self._beginnings[row] = beginning = image_positions(features)
+            self._ends[row] = beginning.shape[1]
+            self._shifts[row] = beginning.max() + 1 - beginning.shape[1]
+
+    def copy(self, source: int, row: int) -> None:
+        """The row's sequence begins as that of another."""
+        if source in self._beginnings:
+            self._beginnings[row] = self._beginnings[source]
+            self._ends[row], self._shifts[row] = self._ends[source], self._shifts[source]
+
+    def forget(self, row: int) -> None:
+        """The row's sequence is gone."""
+        if self._beginnings.pop(row, None) is not None:
+            self._ends[row] = self._shifts[row] = 0
+
+    def are_text(self, rows: NDArray[np.int64], starts: NDArray[np.int64]) -> bool:
+        """Whether the tokens of these rows from ``starts`` on are behind all images."""
+        return not self._beginnings or bool((starts >= self._ends[rows]).all())
+
+    def array(
+        self,
+        rows: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        positions: NDArray[np.int64],
+    ) -> NDArray[np.int64]:
+        """``ForwardBatch.rotary_positions`` [AXES, T] of the tokens from ``starts`` [S] on of these rows.
+
+        ``offsets`` [S + 1]: where each row's tokens begin among the ``positions`` [T].
+        """
+        if not self._beginnings:
+            return np.tile(positions, (AXES, 1))
+        rotary = np.tile(positions + np.repeat(self._shifts[rows], np.diff(offsets)), (AXES, 1))
+        for i in np.flatnonzero(starts < self._ends[rows]).tolist():
+            beginning = self._beginnings[int(rows[i])][:, starts[i] :]
+            count = min(beginning.shape[1], int(offsets[i + 1] - offsets[i]))
+            rotary[:, offsets[i] : offsets[i] + count] = beginning[:, :count]
+        return rotary
+
+
+def image_positions(features: Sequence[Feature]) -> NDArray[np.int64]:
+    """Positions in time, height and width [AXES, end] of the tokens of a prompt up to the end of its last image.
+
+    Args:
+        features: its images, each whole, in the order of their offsets.
+
+    Raises:
+        RuntimeError: one has no grid, or another one than its number of tokens.
+    """
+    beginning = np.empty((AXES, features[-1].offset + features[-1].length), np.int64)
+    start = position = 0
+    for feature in features:
+        if feature.grid is None or np.prod(feature.grid) != feature.length:
+            raise RuntimeError(f"an image of {feature.length} features has the grid {feature.grid}")
+        end, text = feature.offset + feature.length, feature.offset - start
+        beginning[:, start : feature.offset] = np.arange(position, position + text)
+        position += text
+        beginning[:, feature.offset : end] = np.indices(feature.grid).reshape(AXES, -1) + position
+        start, position = end, position + max(feature.grid)
+    return beginning
+
+
+# The inputs of a step on the host, and where what it samples belongs.
+
+
+@dataclass(slots=True)
+class FlatInputs:
+    """A network's inputs on the host: T tokens of S sequences, N sampled rows."""
+
+    #: The arrays of ``ForwardBatch`` by name. Token ids are stale where a token is still on the device.
+    arrays: dict[str, NDArray[Any]]
+    num_decodes: int
+    max_seq_len: int
+    all_sampled: bool
+    has_adapters: bool
+    #: Whether a token of an image sees later ones.
+    has_spans: bool = field(default=False, kw_only=True)
+
+
+@dataclass(slots=True)
+class StepInputs(FlatInputs):
+    """A step's inputs, and what the runner knows of them."""
+
+    #: The sequences: those with one token first. How many further steps may differ from this one in nothing but one
+    #: more token for each.
+    seq_ids: list[int]
+    repeats: int
+    #: Row of each sequence, first position computed, and one past the last: [S].
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    #: The sequences that sample, as indices into ``seq_ids``, and children that sample with them.
+    sampling: NDArray[np.int64]
+    forked: ForkedRows | None
+    #: Drafts that are computed with them, if the plan has any.
+    drafted: DraftedTokens | None
+
+
+@dataclass(slots=True)
+class DraftedTokens:
+    """Draft tokens behind the known tokens of the sequences that sample, forked ones last."""
+
+    #: The drafts of each.
+    tokens: list[list[int]]
+    #: Rows that each samples: one more than it has drafts.
+    counts: NDArray[np.int64]
+    #: Which of its sequence's sampled rows each sampled row is: 0 follows the last known token.
+    offsets: NDArray[np.int64]
+
+    def accept(self, sampled: list[int]) -> list[list[int]]:
+        """The accepted tokens of each sequence: up to the first sampled one that differs from its draft, included."""
+        accepted, start = [], 0
+        for draft in self.tokens:
+            tokens = sampled[start : start + len(draft) + 1]
+            right = next((i for i, token in enumerate(draft) if token != tokens[i]), len(draft))
+            accepted.append(tokens[: right + 1])
+            start += len(tokens)
+        return accepted
+
+
+@dataclass(slots=True)
+class ForkedRows:
+    """Sequences just forked, without tokens of their own to compute, whose parents sample in the step."""
+
+    seq_ids: list[int]
+    #: Row of each: [F].
+    rows: NDArray[np.int64]
+    #: Index of each one's parent into ``StepInputs.seq_ids``: [F].
+    parents: NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class NewTokens:
+    """Where the tokens that a step samples belong, once they are known."""
+
+    #: Row of each sequence that appends what it samples: [n].
+    rows: NDArray[np.int64]
+    #: The token's position: [n].
+    places: NDArray[np.int64]
+    #: Which of the step's sampled tokens it is: [n].
+    indices: NDArray[np.int64]
+    #: Generation of the rows: sequences that had been forgotten until then.
+    generation: int
+
 
 _ADVANCING = [(array.name, array.advance) for array in ARRAYS if array.advance]
 

@@ -2,41 +2,193 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from octavo.core.config import EngineConfig
-from octavo.core.kv_spec import KVSpec, LayerGroup, group_layers
-from octavo.core.logits_plugins import LogitsPlugins
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.config.engine_config import EngineConfig
+from octavo.config.kv_spec import KVSpec, LayerGroup, group_layers
+from octavo.config.options import ParallelLayout
+from octavo.core.dtypes import DType
 from octavo.core.model_config import ModelConfig
-from octavo.core.startup_profile import phase
-from octavo.kernels.cache import LayerCache
+from octavo.core.plugins import LogitsPlugins
+from octavo.kernels import load_kernels, resolve_device
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
-from octavo.kernels.interface import Kernels
-from octavo.kernels.timing import KernelClock
-from octavo.models.network import Network
-from octavo.models.sizes import build_rank_without_weights, build_without_weights, weight_bytes
+from octavo.kernels.interface import Communicator, KernelClock, Kernels, LayerCache
+from octavo.layers.layer import LayerContext
+from octavo.loader.resolve import gguf_source, weight_quantization
+from octavo.loader.weights import load_model, make_dummy_model
+from octavo.models.network import Network, build_rank_without_weights, build_without_weights, weight_bytes
+from octavo.process.startup import phase
 from octavo.runner import memory
-from octavo.runner.kv_layers import KVLayers, Workspace, find_groups
-from octavo.runner.make_device import make_device
+from octavo.runner.cache_engine import KVLayers, Workspace, find_groups
+from octavo.runner.device import HostDevice
 from octavo.runner.memory import WorkerShare
 from octavo.runner.preparers import PreparerContext, WorkerPreparations, make_preparers
-from octavo.runner.ranks import Ranks
-from octavo.runner.setup import find_drafter, load_network, make_context, make_kernels
 from octavo.sampling.sampler import Sampler, TokenTable
 
-if TYPE_CHECKING:  # these are imported where they are enabled
-    from octavo.runner.encoder_input_preparer import EncoderInputPreparer
-    from octavo.runner.grammar_preparer import GrammarPreparer
-    from octavo.runner.image_preparer import ImagePreparer
-    from octavo.runner.lora_preparer import LoraPreparer
+if TYPE_CHECKING:
+    from octavo.runner.device import Device
+    from octavo.runner.encoders import ImagePreparer
     from octavo.runner.network_drafter import DraftSource, WorkerDrafter
-    from octavo.runner.prompt_adapters import PromptAdapters
+    from octavo.runner.preparer_kinds import EncoderInputPreparer, GrammarPreparer, LoraPreparer, PromptAdapters
+
+
+# Chooses the device of a worker; what a GPU needs is imported for one only.
+
+
+def make_device(options: EngineConfig, config: ModelConfig, share: WorkerShare) -> Device:
+    """The device that ``options.device`` means.
+
+    Raises:
+        ConfigError: a GPU was asked for and torch sees none.
+    """
+    if resolve_device(options.device) == "cpu":
+        return HostDevice(options, config, share)
+    from octavo.runner.cuda import CudaDevice
+
+    return CudaDevice(options, config, share)
+
+
+# What connects a worker with the others of its network: collectives of its stage, links to the stages beside it.
+
+
+class StageLink(Protocol):
+    """One way from a worker to the one at its place in the next stage; what is sent is received in order."""
+
+    def send(self, x: Any) -> None:
+        """Sends x, float32 [T, E] as host calls get it; its memory may be reused afterwards."""
+        ...
+
+    def receive(self, x: Any) -> None:
+        """Waits for what was sent, of the same shape, and writes it to x."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A worker's place, and its connections."""
+
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    #: The tensor-parallel group of its stage; None: it is alone.
+    group: Communicator | None = None
+    #: From the stage before and to the one after; None: there is none.
+    incoming: StageLink | None = None
+    outgoing: StageLink | None = None
+
+
+class SharedMemoryLink:
+    """A link between two processes of one machine: a ring of slots, and a pipe that wakes the receiver.
+
+    A slot is written again ``slots`` sends later. The sender need not ask whether it has been read: fewer steps than
+    that are in flight.
+    """
+
+    def __init__(self, memory: mmap.mmap, slots: int, pipe: int) -> None:
+        """``memory`` is shared by both ends; ``pipe`` is the descriptor to write to, or to read from."""
+        self._slots = np.frombuffer(memory, dtype=np.float32).reshape(slots, -1)
+        self._pipe = pipe
+        self._count = 0
+
+    def send(self, x: Any) -> None:
+        """See ``StageLink``."""
+        self._next(x)[:] = np.asarray(x).reshape(-1)
+        os.write(self._pipe, b"\0")
+
+    def receive(self, x: Any) -> None:
+        """See ``StageLink``.
+
+        Raises:
+            ConnectionError: the sender has ended.
+        """
+        if not os.read(self._pipe, 1):
+            raise ConnectionError("the worker of the pipeline stage before this one has ended")
+        np.asarray(x).reshape(-1)[:] = self._next(x)
+
+    def _next(self, x: Any) -> NDArray[np.float32]:
+        slot = self._slots[self._count % len(self._slots), : math.prod(x.shape)]
+        self._count += 1
+        return slot
+
+
+# What a worker computes with: its kernels, how layers are built, and the network with its weights.
+
+
+def make_kernels(options: EngineConfig, device: str, kv_specs: Iterable[KVSpec], layout: ParallelLayout) -> Kernels:
+    """The backend of the options; ``kv_specs`` are those of all layers of all stages, so that it serves each."""
+    return load_kernels(
+        options.kernels,
+        device,
+        head_dim=math.gcd(*(spec.head_dim for spec in kv_specs)),
+        deterministic=options.deterministic,
+        # An exchange between stages is a call on the host, which a graph cannot hold.
+        enforce_eager=options.enforce_eager or layout.pipeline_parallel_size > 1,
+        graph_capture="start" if options.graph_capture == "start" else "lazy",
+        cudagraph_capture_sizes=options.graph_sizes,
+    )
+
+
+def make_context(
+    options: EngineConfig,
+    config: ModelConfig,
+    kernels: Kernels,
+    dtype: str,
+    layout: ParallelLayout,
+) -> LayerContext:
+    """How the layers of this rank's stage are built."""
+    return LayerContext(
+        kernels=kernels,
+        dtype=DType(dtype),
+        quantization=weight_quantization(options, kernels.name, config.quantization),
+        kv_cache_dtype=options.kv_cache_dtype,
+        tp_rank=layout.tp_rank,
+        tp_size=layout.tensor_parallel_size,
+        layers=layout.layers(config.num_layers),
+        # More are made with the KV cache, as many as it can use; the largest step has these.
+        positions=options.token_budget,
+        max_loras=options.max_loras if options.enable_lora else 0,
+        max_lora_rank=options.max_lora_rank,
+        # Those of a step's images are written behind the adapters'.
+        virtual_tokens=options.num_virtual_tokens + (0 if config.image_facts is None else options.token_budget),
+    )
+
+
+def load_network(options: EngineConfig, config: ModelConfig, context: LayerContext, folder: Path) -> Network:
+    """The network with the weights of the checkpoint, or with random ones.
+
+    Raises:
+        WeightError: a weight file is missing or wrong.
+    """
+    if options.load_format == "dummy":
+        return make_dummy_model(config, context, options.seed)
+    return load_model(folder, config, context, gguf_source(options.model))
+
+
+def find_drafter(options: EngineConfig, config: ModelConfig) -> DraftSource | None:
+    """The drafter of the options for a model of this configuration, if it has a network of its own.
+
+    Raises:
+        OctavoError: there is none of that name, or it does not fit the model.
+    """
+    speculation = options.speculative_config
+    if speculation is None or not speculation.drafts_on_workers:
+        return None
+    if speculation.method == "draft_model":
+        from octavo.runner.drafters import DraftModelSource
+
+        return DraftModelSource.of(options)
+    from octavo.runner.drafters import EagleSource
+
+    return EagleSource.of(options, config)
 
 
 class LoadedModel:

@@ -6,22 +6,140 @@ The memory of the largest step is estimated on a CPU and measured on a GPU, by r
 from __future__ import annotations
 
 import os
+import re
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
+from octavo.config.kv_spec import KVLayout
 from octavo.core.errors import InsufficientMemoryError
-from octavo.core.kv_groups import KVLayout
 from octavo.core.model_config import ModelConfig
+from octavo.core.plan import NewSequence
+from octavo.core.request import Generate
+from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, make_batch
-from octavo.kernels.interface import Kernels
-from octavo.layers.context import LayerContext
-from octavo.models.sizes import build_rank_without_weights, weight_bytes
-from octavo.runner.cgroups import MemoryLimit, group_limits
+from octavo.kernels.interface import Kernels, LayerCache
+from octavo.layers.layer import LayerContext
+from octavo.models.network import build_rank_without_weights, weight_bytes
+from octavo.sampling.sampler import TokenTable
+
+if TYPE_CHECKING:
+    from octavo.runner.loaded_model import LoadedModel
+
+
+# Memory limits of the control groups (cgroups) that this process is in: version 2, version 1, or both.
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A limit, and what counts towards it, in bytes."""
+
+    #: The folder of a control group; or another name, for limits of other kinds.
+    source: str
+    limit: int
+    #: Of a control group: without the page cache that the kernel would drop first.
+    used: int
+
+    @property
+    def available(self) -> int:
+        """What may still be taken."""
+        return max(0, self.limit - self.used)
+
+
+def group_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+    """The limits of this process's groups and of all their parents that can be seen, innermost first.
+
+    None where there are no control groups. ``root`` is where ``proc`` and the mounted hierarchies are.
+    """
+    return [limit for folder in _folders(root) if (limit := _read_limit(folder)) is not None]
+
+
+#: The files of each version: the limits, the usage, and the field of memory.stat that counts inactive page cache.
+#: Above memory.high a group's processes are slowed down until it holds less, so it counts as a limit.
+_V2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")
+_V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+#: Version 1 says "no limit" by the largest multiple of a page below 2**63.
+_UNLIMITED = 1 << 62
+
+
+def _read_limit(folder: Path) -> MemoryLimit | None:
+    for limits, usage, cache in (_V2, _V1):
+        found = [size for name in limits if (size := _read_int(folder / name)) is not None and size < _UNLIMITED]
+        used = _read_int(folder / usage)
+        if found and used is not None:
+            return MemoryLimit(str(folder), min(found), max(0, used - _read_stat(folder / "memory.stat", cache)))
+    return None
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    """The folders of the process's groups in the hierarchies that limit memory, with all their parents."""
+    groups = _own_groups(root / "proc/self/cgroup")
+    for version, mounted, target in _mounts(root / "proc/self/mountinfo"):
+        group = groups.get(version)
+        if group is None:
+            continue
+        top = root / target.lstrip("/")
+        # A container sees its own group as the root of the mount, under the name that it has on the host or as "/".
+        below = Path(group).relative_to(mounted) if Path(group).is_relative_to(mounted) else Path()
+        if ".." in below.parts:  # the process is outside the part of the hierarchy that is mounted
+            below = Path()
+        yield from (top / part for part in (below, *below.parents))
+
+
+def _own_groups(file: Path) -> dict[int, str]:
+    """By version, the path of the process's group in the hierarchy that may limit memory."""
+    groups = {}
+    for line in _lines(file):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            groups[2] = path
+        elif "memory" in controllers.split(","):
+            groups[1] = path
+    return groups
+
+
+def _mounts(file: Path) -> Iterator[tuple[int, str, str]]:
+    """(version, group that is mounted, mount point) of the hierarchies that may limit memory; see proc(5)."""
+    for line in _lines(file):
+        before, separator, after = line.partition(" - ")
+        fields, kind = before.split(" "), after.split(" ")
+        if not separator or len(fields) < 5 or len(kind) < 3:
+            continue
+        if kind[0] == "cgroup2":
+            yield 2, _unescaped(fields[3]), _unescaped(fields[4])
+        elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
+            yield 1, _unescaped(fields[3]), _unescaped(fields[4])
+
+
+def _unescaped(path: str) -> str:
+    r"""Spaces and the like are written as octal numbers: \040."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+
+
+def _read_int(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+
+
+def _read_stat(file: Path, name: str) -> int:
+    values = (line.split() for line in _lines(file))
+    return next((int(value[1]) for value in values if len(value) == 2 and value[0] == name), 0)
+
 
 GIB = 1 << 30
 _DEFAULT_SWAP_SPACE = 4 * GIB
@@ -294,3 +412,92 @@ def largest_step(size: BatchSize, kernels: Kernels, num_slots: int = 0) -> Forwa
     adapters = [i % num_slots for i in range(len(lens))] if num_slots else None
     batch = make_batch(lens, lens, tables, size.block_size, kernels, adapters=adapters)
     return replace(batch, max_seq_len=size.max_seq_len)
+
+
+# How large a KV cache a worker has memory for, beside its weights and the largest step.
+
+
+class CacheSizing:
+    """Answers for one worker; the engine takes the least that any of its workers has memory for."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+
+    def kv_groups(self) -> list[tuple[int, int | None]]:
+        """For each group of layers with block tables of its own: bytes of a block in all its layers, and its window."""
+        return self._loaded.layers.group_bytes()
+
+    def cache_size(self, max_model_len: int, max_num_batched_tokens: int) -> tuple[int, list[int]]:
+        """Tokens of the longest sequence, and blocks of each KV group, that the memory allows now.
+
+        See ``Device.cache_size``; ``max_num_batched_tokens`` are those of all steps in flight.
+        """
+        loaded = self._loaded
+        if not loaded.layers.groups:
+            return max_model_len, []
+        with loaded.timed("memory profile"):
+            size = loaded.device.cache_size(
+                self._layout(max_num_batched_tokens),
+                loaded.network.position_bytes() + (loaded.drafter.position_bytes() if loaded.drafter else 0),
+                max_model_len,
+                lambda: self.largest_step(max_model_len),
+            )
+        return size.max_model_len, size.num_blocks
+
+    def num_host_blocks(self, max_model_len: int, max_num_batched_tokens: int) -> list[int]:
+        """Blocks of each KV group for preempted requests that the memory allows now; see ``Device.num_host_blocks``."""
+        if not self._loaded.layers.groups:
+            return []
+        return self._loaded.device.num_host_blocks(self._layout(max_num_batched_tokens), max_model_len)
+
+    def largest_step(self, max_model_len: int) -> LargestStep:
+        """The largest step of sequences that long; none is longer than what all of the memory could hold."""
+        layout = self._layout(self._loaded.options.token_budget)
+        longest = max(1, layout.longest(self._loaded.device.free_memory(), max_model_len))
+        return LargestStep(self._loaded, self._loaded.largest_batch(longest))
+
+    def _layout(self, max_num_batched_tokens: int) -> KVLayout:
+        images = self._loaded.config.image_facts
+        least_chunk = 1 if images is None else max(1, images.whole)
+        return KVLayout.of(self.kv_groups(), self._loaded.options, max_num_batched_tokens, least_chunk)
+
+
+class LargestStep:
+    """The largest step that a worker may be asked for, over a cache of one block, which overwrites itself there."""
+
+    def __init__(self, loaded: LoadedModel, size: BatchSize) -> None:
+        self._loaded, self._size = loaded, size
+
+    def run(self) -> None:
+        """As many tokens and sequences as allowed, which all sample at random and return logprobs."""
+        with self._loaded.mode():
+            self._run()
+
+    def _run(self) -> None:
+        loaded = self._loaded
+        batch = largest_step(self._size, loaded.kernels, loaded.context.max_loras)
+        caches, draft_caches = self._caches()
+        if loaded.drafter is not None:
+            loaded.drafter.forward(batch, draft_caches)
+        output = loaded.forward(batch, caches)
+        if output.logits is None:
+            return
+        rows = np.arange(len(batch.seq_lens))
+        sampler = loaded.make_sampler(TokenTable(len(rows), 1))
+        for row in rows.tolist():
+            sampler.add(row, NewSequence(row, [0], 1, 0, Generate(SamplingParams(top_p=0.9, logprobs=1), row)))
+        sampler.start(output.logits, rows).wait()
+
+    def graph_bytes(self, in_use: Callable[[], int]) -> int:
+        """Bytes of the device that captured steps will take beside eager ones; ``in_use`` tells those in use."""
+        loaded, kernels = self._loaded, self._loaded.kernels
+        with loaded.mode():
+            caches, draft_caches = self._caches()
+            size = kernels.graph_bytes(lambda batch: loaded.forward(batch, caches), self._size, in_use)
+            if (drafter := loaded.drafter) is not None:
+                size += kernels.graph_bytes(lambda batch: drafter.forward(batch, draft_caches), self._size, in_use)
+            return size
+
+    def _caches(self) -> tuple[list[LayerCache], list[LayerCache]]:
+        layers = self._loaded.layers
+        return layers.split(layers.make([1] * len(layers.groups)))

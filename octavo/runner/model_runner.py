@@ -5,31 +5,243 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from octavo.core.errors import SequenceError
-from octavo.core.plan import StepPlan, StepResult
-from octavo.core.startup import WorkerFacts
-from octavo.kernels.cache import LayerCache
+from octavo.core.plan import NewSequence, SequenceResult, StepPlan, StepResult
 from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput
-from octavo.models.sizes import weight_bytes
-from octavo.runner.alignment import Alignment
-from octavo.runner.context_encoder import ContextEncoder
-from octavo.runner.contexts import Contexts
-from octavo.runner.device_batch import SampledTokens
-from octavo.runner.image_tokens import ImageTokens
-from octavo.runner.input_batch import InputBatch
-from octavo.runner.loaded_model import LoadedModel
+from octavo.kernels.interface import Array, Kernels, LayerCache
+from octavo.models.network import Network, weight_bytes
+from octavo.process.startup import WorkerFacts
+from octavo.runner.device import SampledTokens, WeightSleep
+from octavo.runner.encoders import Alignment, ContextEncoder, ImageTokens
+from octavo.runner.input_batch import Contexts, DraftedTokens, InputBatch, NewTokens, RotaryPositions, StepInputs
 from octavo.runner.network_drafter import add_drafts
-from octavo.runner.pending import QueuedStep
 from octavo.runner.pooling import Pooling
-from octavo.runner.prompt_logprobs import PromptLogprobs
-from octavo.runner.rotary_positions import RotaryPositions
-from octavo.runner.sleep import WeightSleep
-from octavo.runner.step_inputs import StepInputs
-from octavo.runner.step_sampler import StepSampler
+from octavo.sampling.logits_processors import RowFailure
+from octavo.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from octavo.kernels.sampling import PendingLogprobs
+    from octavo.runner.loaded_model import LoadedModel
+    from octavo.sampling.logits_processors import PendingSamplerOutput, SamplerOutput
+
+
+# A step that is queued on the device and not yet known on the host.
+
+
+class StepTimer(Protocol):
+    """Times what a device does beside the host."""
+
+    def wait(self) -> tuple[float, float]:
+        """Waits for the step's work; the seconds that it took, and those that the device was idle before it."""
+        ...
+
+
+@dataclass(slots=True)
+class PendingTokens:
+    """The tokens of a step that come from the sampler, and where they belong."""
+
+    sample: PendingSamplerOutput
+    new: NewTokens
+    drafted: DraftedTokens | None
+
+
+@dataclass(slots=True)
+class PendingPrompt:
+    """Logprobs of the tokens of a prompt that follow those of a step."""
+
+    seq_id: int
+    #: Position of the first of them.
+    start: int
+    parts: list[PendingLogprobs]
+
+
+class QueuedStep:
+    """A step that the device may still be computing; ``wait`` for it, in the order of submission."""
+
+    def __init__(self, result: StepResult, batch: InputBatch, in_flight: deque[QueuedStep]) -> None:
+        """Not yet in flight: the runner appends it when all of its work is queued."""
+        self.result = result
+        self.sampled: PendingTokens | None = None
+        self.prompts: list[PendingPrompt] = []
+        #: By sequence id: what was made of its prompt, float32; or why nothing was.
+        self.pooled: dict[int, np.ndarray] = {}
+        self.failed: dict[int, str] = {}
+        #: The tokens that grammars force after those that are known now, by sequence id.
+        self.find_forced: Callable[[list[int]], dict[int, list[int]]] | None = None
+        self.swap_seconds: Callable[[], float] | None = None
+        self.timer: StepTimer | None = None
+        self._batch = batch
+        self._in_flight = in_flight
+        self._received = False
+
+    def wait(self) -> StepResult:
+        """The result of the plan; its tokens are in the token table from now on. To be called once.
+
+        Raises:
+            RuntimeError: an earlier step was not waited for, or this one was already; or the device failed.
+        """
+        if not self._in_flight or self._in_flight[0] is not self:
+            raise RuntimeError(f"step {self.result.step} is not the oldest one in flight: wait in order, and once")
+        self._in_flight.popleft()
+        start, result = time.perf_counter(), self.result
+        for prompt in self.prompts:
+            extra = self._extra(prompt.seq_id)
+            extra.prompt_start = prompt.start
+            extra.prompt_logprobs = [position for part in prompt.parts for position in part.wait()]
+        for seq_id, vector in self.pooled.items():
+            self._extra(seq_id).pooled = vector.tobytes()
+        for seq_id, message in self.failed.items():
+            self._extra(seq_id).error = message
+        self.receive()
+        if self.timer is not None:
+            result.device_seconds, result.idle_seconds = self.timer.wait()
+        result.seconds = max(result.seconds + time.perf_counter() - start, result.device_seconds)
+        if self.swap_seconds is not None:
+            result.swap_seconds = min(self.swap_seconds(), result.seconds - result.device_seconds)
+        return result
+
+    def receive(self) -> None:
+        """Waits for the step's tokens alone; from now on they are in the token table."""
+        if self.sampled is None or self._received:
+            return
+        self._received = True
+        result, output = self.result, self.sampled.sample.wait()
+        if self.sampled.drafted is not None:
+            self._accept(self.sampled.drafted, output)
+        else:
+            self._fill(self.sampled.new, output)
+        if self.find_forced is not None:
+            result.forced_tokens = self.find_forced(result.seq_ids)
+
+    def _fill(self, new: NewTokens, output: SamplerOutput) -> None:
+        """Takes one token for each sequence."""
+        result = self.result
+        result.token_ids = output.token_ids.tolist()
+        self._batch.fill(new, output.token_ids)
+        for i, logprobs in output.logprobs.items():
+            self._extra(result.seq_ids[i]).logprobs = [logprobs]
+        for i, message in output.errors.items():
+            self._extra(result.seq_ids[i]).error = message
+
+    def _accept(self, drafted: DraftedTokens, output: SamplerOutput) -> None:
+        """Accepts the sampled tokens that agree with the drafts, and the token after them."""
+        result, start = self.result, 0
+        accepted = drafted.accept(output.token_ids.tolist())
+        for seq_id, tokens, count in zip(result.seq_ids, accepted, drafted.counts.tolist(), strict=True):
+            taken = range(start, start + len(tokens))
+            failed = next((i for i in taken if i in output.errors), None)
+            if failed is not None:
+                taken = range(start, failed + 1)
+                self._extra(seq_id).error = output.errors[failed]
+                del tokens[len(taken) :]
+            result.token_ids += tokens
+            result.num_tokens.append(len(tokens))
+            self._batch.accept(seq_id, tokens)
+            if logprobs := [output.logprobs[i] for i in taken if i in output.logprobs]:
+                self._extra(seq_id).logprobs = logprobs
+            start += count
+
+    def _extra(self, seq_id: int) -> SequenceResult:
+        return self.result.extras.setdefault(seq_id, SequenceResult())
+
+
+# Logprobs of the tokens of prompts.
+
+#: Rows of logits computed at once; bounds their memory at 128 x vocabulary x 4 bytes.
+_ROWS = 128
+
+
+class PromptLogprobs:
+    """The held sequences whose prompts are scored."""
+
+    def __init__(self, batch: InputBatch, sampler: Sampler, kernels: Kernels, vocab_size: int) -> None:
+        self._batch, self._sampler, self._kernels, self._vocab_size = batch, sampler, kernels, vocab_size
+        #: By sequence: number of most likely tokens to name at each position.
+        self._scored: dict[int, int] = {}
+
+    def add(self, sequence: NewSequence) -> None:
+        """A sequence is held from now on."""
+        if sequence.task.prompt_logprobs is not None:
+            self._scored[sequence.seq_id] = sequence.task.prompt_logprobs
+
+    def forget(self, seq_id: int) -> None:
+        """A sequence is held no more."""
+        self._scored.pop(seq_id, None)
+
+    def compute(self, model: Network, inputs: StepInputs, hidden: Array, step: QueuedStep) -> None:
+        """Begins to score the prompt tokens that follow the positions computed in this step: hidden states [T, E]."""
+        if not self._scored:
+            return
+        table = self._batch.tokens
+        offsets = inputs.arrays["query_start_loc"]
+        for i, seq_id in enumerate(inputs.seq_ids):
+            count = self._scored.get(seq_id)
+            if count is None:
+                continue
+            row, num_prompt = int(inputs.rows[i]), int(table.num_prompt[inputs.rows[i]])
+            # Virtual tokens of an adapter have no logprobs, nor has the token after them.
+            virtual = int(np.count_nonzero(table.ids[row, :num_prompt] >= self._vocab_size))
+            start = max(int(inputs.starts[i]), virtual)
+            stop = min(int(inputs.ends[i]), num_prompt - 1)  # the last one's successor is generated
+            scored = []
+            slot = int(self._batch.adapters[row])
+            for low in range(start, stop, _ROWS):
+                high = min(low + _ROWS, stop)
+                first = int(offsets[i]) + low - int(inputs.starts[i])
+                slots = np.full(high - low, slot, np.int32)
+                self._kernels.adapters.use(self._kernels.wrap(slots) if slot >= 0 else None)
+                logits = model.logits(hidden[first : first + high - low])
+                scored.append(self._sampler.start_prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count))
+            if scored:
+                step.prompts.append(PendingPrompt(seq_id, start + 1, scored))
+
+
+# Sampling within a step: which rows, at which positions, and what grammars force behind them.
+
+
+class StepSampler:
+    """Samples for the sequences of a step whose last known token is computed, and for those just forked from them."""
+
+    def __init__(self, batch: InputBatch, sampler: Sampler, in_flight: Iterable[QueuedStep], *, jumps: bool) -> None:
+        """``in_flight``: the steps that are, oldest first, at any time. With ``jumps`` steps report forced tokens."""
+        self._batch, self._sampler, self._in_flight, self._jumps = batch, sampler, in_flight, jumps
+
+    def sample(self, inputs: StepInputs, output: ForwardOutput, step: QueuedStep) -> None:
+        """Queues the sampling of a step whose forward is queued, and counts the tokens as known."""
+        assert output.logits is not None
+        chosen, forked = inputs.sampling, inputs.forked
+        rows, seq_ids = inputs.rows, inputs.seq_ids
+        if len(chosen) != len(rows):
+            rows, seq_ids = rows[chosen], [seq_ids[i] for i in chosen.tolist()]
+        if forked is not None:
+            seq_ids = seq_ids + forked.seq_ids
+            rows = np.concatenate([rows, forked.rows])
+        step.result.seq_ids = seq_ids
+        sampled, positions, drafted = rows, None, inputs.drafted
+        if drafted is not None:
+            sampled = np.repeat(rows, drafted.counts)
+            positions = self._batch.tokens.num_tokens[sampled] + drafted.offsets
+        if self._sampler.needs_tokens(rows):
+            for earlier in self._in_flight:
+                earlier.receive()
+        try:
+            sample = self._sampler.start(output.logits, sampled, positions)
+        except RowFailure as e:
+            raise SequenceError.of(seq_ids[rows.tolist().index(e.row)], e.error) from e.error
+        step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows), drafted)
+        if self._jumps and self._sampler.may_force(rows):
+            step.find_forced = self._find_forced
+
+    def _find_forced(self, seq_ids: list[int]) -> dict[int, list[int]]:
+        """Tokens that grammars force after the known ones of these sequences, as far as there are any."""
+        rows = {seq_id: row for seq_id in seq_ids if (row := self._batch.find_row(seq_id)) is not None}
+        return {seq_id: tokens for seq_id, row in rows.items() if (tokens := self._sampler.forced_tokens(row))}
 
 
 class ModelRunner:

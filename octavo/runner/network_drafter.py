@@ -28,16 +28,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.core.kv_spec import KVSpec
+from octavo.config.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
-from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
-from octavo.layers.context import LayerContext
+from octavo.kernels.interface import LayerCache
+from octavo.layers.layer import LayerContext
 from octavo.models.network import Network
 from octavo.runner.device import Device
-from octavo.runner.input_batch import InputBatch
-from octavo.runner.step_inputs import StepInputs
+from octavo.runner.input_batch import InputBatch, StepInputs
 from octavo.sampling.sampler import Sampler
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.preparation import KINDS, limits_of
-from octavo.layers.context import LayerContext
+from octavo.core.request import KINDS, limits_of
+from octavo.layers.layer import LayerContext
 from octavo.models.network import Network
 from octavo.runner.device import Device
 

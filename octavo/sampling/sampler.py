@@ -9,15 +9,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from octavo.core.logits_plugins import LogitsPlugins
 from octavo.core.plan import NewSequence
+from octavo.core.plugins import LogitsPlugins
 from octavo.core.request import Beam, Generate
-from octavo.kernels import noise
-from octavo.kernels.arrays import Array
+from octavo.kernels import sampling as noise
+from octavo.kernels.interface import Array
 from octavo.kernels.sampling import FILTERS, Filters, PendingLogprobs, SamplingBackend, mask_words
-from octavo.sampling.grammar_mask import CompiledGrammar, GrammarMask, GrammarMasks
-from octavo.sampling.logits_processors import NO_PLUGINS, LogitsProcessors
-from octavo.sampling.sampler_outputs import PendingSamplerOutput, RowError, RowFailure
+from octavo.sampling.logits_processors import (
+    NO_PLUGINS,
+    CompiledGrammar,
+    GrammarMask,
+    GrammarMasks,
+    LogitsProcessors,
+    PendingSamplerOutput,
+    RowError,
+    RowFailure,
+)
 
 
 class TokenTable:

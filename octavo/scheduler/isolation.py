@@ -8,10 +8,9 @@ from types import TracebackType
 
 import msgspec
 
-from octavo.core.engine_outputs import GroupOutput
+from octavo.core.plan import GroupOutput
 from octavo.core.request import EngineCoreRequest, SequenceStatus
-from octavo.scheduler.groups import Sequence, SequenceGroup
-from octavo.scheduler.resumption import suspend
+from octavo.scheduler.groups import Sequence, SequenceGroup, suspend
 from octavo.scheduler.scheduler import Scheduler
 
 #: Tokens that a suspect computes alone before it is acquitted; twice as many each time that nobody was found guilty.
@@ -26,7 +25,7 @@ class Isolation:
 
     Most of the time there are none, and requests go to the scheduler at once. Suspects are those that were computed
     when the scheduler raised, or that come from a front end whose engine core has died with them
-    (``Progress.alone``). A suspect is acquitted when it has ended or got a few tokens by itself; one at which the
+    (``ResumePoint.alone``). A suspect is acquitted when it has ended or got a few tokens by itself; one at which the
     scheduler raises when nothing else is in it ends with an error. Then the others go on.
     """
 

@@ -3,13 +3,156 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 
-from octavo.core.config import SchedulerOptions
-from octavo.core.request import SequenceStatus
+from octavo.config.options import SchedulerOptions
+from octavo.core.plan import StepResult
+from octavo.core.request import DraftStats, SequenceStatus
+from octavo.core.stats import SchedulerStats
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.preemption import Preemption
-from octavo.scheduler.queues import Queues
+from octavo.scheduler.queues import SchedulingState
 from octavo.scheduler.step import Chunks, Step, allocate_slots, prompt_chunks, restore_sharing, schedule_prefill
+from octavo.speculation.drafter import BY_WORKER
+from octavo.speculation.speculator import Speculator, Waiting
+
+# Preemption: which group gives up its blocks, and whether they are swapped out or recomputed.
+
+#: By ``preemption_victim``: what is least of the group to preempt; None: the last in order is preempted. Among equals
+#: it is the last, too. Computed tokens are those to recompute, and stand for blocks.
+_VICTIM_KEYS: dict[str, Callable[[SequenceGroup], int] | None] = {
+    "last": None,
+    "least_computed": lambda group: group.num_computed,
+    "most_blocks": lambda group: -group.num_computed,
+}
+
+
+class MoveCost:
+    """Observed cost of swapping blocks and of recomputing tokens."""
+
+    def __init__(self) -> None:
+        #: Seconds to move a byte one way, and to prefill one token; None until observed.
+        self.seconds_per_byte: float | None = None
+        self.seconds_per_token: float | None = None
+
+    def observe_move(self, num_bytes: int, seconds: float) -> None:
+        """Adds an observation: so many bytes were moved in ``seconds``. Blocks of KV groups differ in size."""
+        self.seconds_per_byte = _smooth(self.seconds_per_byte, seconds / num_bytes)
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Adds an observation: a step of ``tokens``, most of them of prompts, took ``seconds``."""
+        self.seconds_per_token = _smooth(self.seconds_per_token, seconds / tokens)
+
+    def swap_is_cheaper(self, num_bytes: int, tokens: int) -> bool:
+        """Whether moving the bytes out and back takes less time than recomputing ``tokens``; False until observed."""
+        if self.seconds_per_byte is None or self.seconds_per_token is None:
+            return False
+        return 2 * num_bytes * self.seconds_per_byte < tokens * self.seconds_per_token
+
+
+def _smooth(average: float | None, observed: float) -> float:
+    return observed if average is None else 0.8 * average + 0.2 * observed
+
+
+class Preemption:
+    """Preempts running groups whole: all blocks of a group are given up together."""
+
+    def __init__(self, options: SchedulerOptions, queues: SchedulingState, stats: SchedulerStats) -> None:
+        self._queues, self._stats = queues, stats
+        self._blocks = queues.blocks
+        self._mode = options.preemption_mode
+        self._key = _VICTIM_KEYS[options.preemption_victim]
+        self.cost = MoveCost()
+
+    def victims(self, candidates: SequenceOf[SequenceGroup], now: float) -> Iterator[SequenceGroup]:
+        """The groups to preempt, one after the other: ``candidates`` are in order, and after the one that needs blocks.
+
+        Groups beyond the ageing limit are preempted only when no other is left, the last in order first.
+        """
+        has_aged = self._queues.has_aged
+        young = (g for g in reversed(candidates) if not has_aged(g, now))
+        yield from young if self._key is None else sorted(young, key=self._key)
+        yield from (g for g in reversed(candidates) if has_aged(g, now))
+
+    def preempt(self, group: SequenceGroup, step: Step, displaced_by: SequenceGroup | None = None) -> None:
+        """Preempts a running group that is not scheduled in this step; ``displaced_by``: the one that it is for."""
+        group.preempted_for = None if displaced_by is None else displaced_by.group_id
+        step.blocked_on_memory = True
+        if self._wants_swap(group) and self._swap_out(group):
+            step.swapped_groups.append(group)
+        else:
+            self._recompute(group)
+
+    def recompute_all(self) -> None:
+        """Sets back every group that holds blocks, on the device or the host: its tokens are computed again."""
+        groups = self._queues.groups.values()
+        for group in [g for g in groups if g.status is SequenceStatus.SWAPPED]:
+            self._lose(group)
+            self._queues.move(group, SequenceStatus.WAITING)
+            group.prefilling = True
+        for group in reversed(self._queues.running.copy()):
+            self._recompute(group)
+
+    def _wants_swap(self, group: SequenceGroup) -> bool:
+        if group.request.task.is_kept_by_workers:
+            return False
+        if self._mode == "by_sequences":  # Kwon et al. 2023, section 4.5; those that it will fork into count
+            return group.num_seqs > 1
+        if self._mode != "auto":
+            return self._mode == "swap"
+        if len(group.seqs) > 1:
+            return True
+        return self.cost.swap_is_cheaper(sum(map(self._blocks.held_bytes, group.holder_ids)), group.num_recomputed)
+
+    def _swap_out(self, group: SequenceGroup) -> bool:
+        # An encoder's output that this very step is to compute is not in its blocks yet.
+        is_computed = group.cross is None or group.cross.is_computed
+        if not is_computed or not self._blocks.swap_out(group.holder_ids):
+            return False
+        group.totals.num_swaps += 1
+        group.totals.num_swapped_blocks += sum(self._blocks.blocks_to_swap_in(group.holder_ids))
+        self._stats.preemptions_by_swap += 1
+        self._queues.requeue(group, SequenceStatus.SWAPPED)
+        return True
+
+    def _recompute(self, group: SequenceGroup) -> None:
+        """Frees the blocks; records which full blocks the sequences share, so that they share them again."""
+        self._lose(group)
+        self._queues.requeue(group, SequenceStatus.WAITING)
+        group.prefilling = True
+
+    def _lose(self, group: SequenceGroup) -> None:
+        if len(group.seqs) > 1:
+            self._record_sharing(group)
+        lost = group.num_recomputed
+        for holder_id in group.holder_ids:
+            self._blocks.free(holder_id)
+        for seq in group.seqs:
+            seq.num_computed = 0
+        if group.cross is not None:
+            group.cross.is_computed = False
+        group.totals.num_recomputes += 1
+        group.totals.num_recomputed_tokens += lost
+        self._stats.preemptions_by_recompute += 1
+        self._stats.recomputed_tokens += lost
+
+    def _record_sharing(self, group: SequenceGroup) -> None:
+        """Which sequence's full blocks each one shares: those of the prompt, or more, which the block ids tell.
+
+        They tell it without a look at the tokens, as a block is in the tables of several only until one writes to it.
+        """
+        size, first = self._blocks.block_size, group.seqs[0]
+        of_prompt = len(group.request.prompt_token_ids) // size
+        layers = self._blocks.groups[0]
+        tables = layers.on_host if self._blocks.is_swapped(first.seq_id) else layers.on_device
+        common = tables.common_prefixes(group.seq_ids)
+        for seq, (position, count) in zip(group.seqs, common, strict=True):
+            if seq is first or seq.shared_prefix is not None:
+                continue
+            other = group.seqs[position]
+            count = min(count, seq.num_computed // size, other.num_computed // size)
+            best = (other, count) if count > of_prompt else (first, of_prompt)
+            seq.shared_prefix = best if best[1] else None
 
 
 class Running:
@@ -22,7 +165,7 @@ class Running:
     def __init__(
         self,
         options: SchedulerOptions,
-        queues: Queues,
+        queues: SchedulingState,
         preemption: Preemption,
         num_stages: int = 1,
     ) -> None:
@@ -184,3 +327,156 @@ class Running:
         if step.awaits_blocks is None:
             step.awaits_blocks = any(g.seqs[0].is_ending or g.awaits_result for g in running)
         return step.awaits_blocks or (len(running) == 1 and running[0].seqs[0].awaits_token)
+
+
+# Draft tokens of decoding sequences: how many fit a step, and what became of them.
+
+
+class Drafting:
+    """Adds drafts to a step when all else is scheduled: they take what is left of the budget and of the blocks.
+
+    So nothing waits for blocks that drafts hold, and nobody is preempted for them.
+    """
+
+    def __init__(
+        self, queues: SchedulingState, speculator: Speculator, stats: SchedulerStats, *, runs_ahead: bool
+    ) -> None:
+        """``runs_ahead``: whether steps are planned while others are in flight, where drafts bring little."""
+        self._queues, self._speculator, self._stats = queues, speculator, stats
+        self._waiting = Waiting() if runs_ahead and speculator.adaptive else None
+        #: Groups that may have drafts, when it was last asked whether steps wait for results.
+        self._num_groups = 0
+
+    def may_draft(self, in_flight: Mapping[int, Step]) -> bool:
+        """Whether the next step may have drafts: the results of those before it are known, and steps wait for them."""
+        return not in_flight and self._waits()
+
+    def awaits_results(self, in_flight: Mapping[int, Step]) -> bool:
+        """Whether the next step is to have drafts, or one in flight has: both depend on how many tokens are accepted.
+
+        A group that alone waited would be in every other step only, so all wait, or none.
+        """
+        if any(step.drafted for step in in_flight.values()):
+            return True
+        return self._queues.num_drafted_groups > 0 and self._waits()
+
+    def _waits(self) -> bool:
+        if self._waiting is None:
+            return True
+        num_groups, self._num_groups = self._num_groups, self._queues.num_drafted_groups
+        if self._num_groups > num_groups:
+            self._waiting.begin()
+        return self._waiting.waits
+
+    def reserve(self, budget: int) -> int:
+        """Tokens of a step's budget that chunks of prompts leave to drafts, which are an eighth of it at most."""
+        queues = self._queues
+        if not queues.num_drafted_groups or not (queues.prefilling or queues.num_waiting):
+            return 0
+        return min(budget // 8, self._speculator.expected)
+
+    def add_drafts(self, step: Step) -> None:
+        """Gives decodes of the step draft tokens behind theirs."""
+        step.may_draft = True
+        if not self._queues.num_drafted_groups or step.blocked_on_memory or step.budget <= 0 or not step.decodes:
+            return
+        # Workers have as many rows of logits as the budget has tokens: drafts take one each, and so do forked children.
+        room = step.budget - len(step.forked_children)
+        left = min(room, self._speculator.begin_step(len(step.decodes), step.num_prompt_tokens))
+        if left <= 0:
+            return
+        decodes, drafted, propose = [], [], self._speculator.propose
+        for position, seq in enumerate(step.decodes):
+            if left <= 0:
+                decodes += step.decodes[position:]
+                break
+            # The token behind the last draft is sampled too, and the last one that the limit allows is not computed.
+            most = seq.max_length - 2 - seq.num_computed
+            if most > left:
+                most = left
+            # Behind the last known token: forced ones may come before it that are still to be computed.
+            may = most > 0 and seq.group.drafts and seq.num_computed + 1 == len(seq.token_ids)
+            if may and (tokens := propose(seq, most)):
+                drafted.append((seq, tokens))
+                left -= len(tokens)
+            else:
+                decodes.append(seq)
+        if drafted:
+            step.decodes, step.drafted = decodes, drafted
+            self._add_slots(step)
+
+    def _add_slots(self, step: Step) -> None:
+        """Allocates slots behind those that drafted sequences have in this step. Nothing is preempted for them.
+
+        Sequences for which no blocks are left decode without drafts.
+        """
+        blocks = self._queues.blocks
+        short = [
+            (s.seq_id, s.num_computed, s.num_computed + 1 + len(t))
+            for s, t in step.drafted
+            if s.slots_end < s.num_computed + 1 + len(t)
+        ]
+        lacking = set()
+        if short:
+            changes = blocks.grow(short)
+            if changes is None:
+                changes = []
+                for write in short:
+                    one = blocks.grow([write])
+                    if one is None:
+                        lacking.add(write[0])
+                    else:
+                        changes += one
+            step.table_changes += changes
+        if lacking:
+            step.decodes += [seq for seq, _ in step.drafted if seq.seq_id in lacking]
+            step.drafted = [(seq, tokens) for seq, tokens in step.drafted if seq.seq_id not in lacking]
+        for seq, _ in step.drafted:
+            seq.slots_end = 0  # until it is known how many are accepted
+
+    def observe(self, step: Step, result: StepResult) -> list[DraftStats]:
+        """Tells the drafter of a step's result; the totals of each group that had drafts."""
+        groups: dict[int, SequenceGroup] = {}
+        if not (step.drafted or self._queues.num_drafted_groups):
+            return []
+        num_drafts, num_accepted = self._observe_drafts(step, result, groups) if step.drafted else (0, 0)
+        if result.draft_seconds:
+            drafts = result.num_drafts.values()
+            caught_up, seconds = result.draft_catch_up_tokens, result.draft_catch_up_seconds
+            passing = result.draft_seconds - seconds
+            self._speculator.observe_drafting(len(drafts), max(drafts, default=0), passing, caught_up, seconds)
+        num_seqs = len(step.decodes) + len(step.drafted)
+        seconds = result.seconds - result.swap_seconds - result.draft_seconds
+        if step.prefills:
+            self._speculator.observe_prompts(step.num_prompt_tokens + num_seqs + num_drafts, seconds)
+        elif num_seqs:
+            self._speculator.observe_step(num_seqs, len(step.drafted), num_drafts, seconds)
+            if self._waiting is not None:
+                idle = result.idle_seconds / max(seconds, 1e-9)
+                self._waiting.observe(step.may_draft, num_accepted / num_seqs, idle)
+        return [DraftStats(g.group_id, g.num_draft_tokens, g.num_accepted_tokens) for g in groups.values()]
+
+    def _observe_drafts(self, step: Step, result: StepResult, groups: dict[int, SequenceGroup]) -> tuple[int, int]:
+        """How many draft tokens were computed and accepted; adds the groups that had them to ``groups``."""
+        sequences = self._queues.sequences
+        counts = dict(zip(result.seq_ids, result.num_tokens or itertools.repeat(1), strict=False))
+        drafts, num_drafts, num_accepted = [], 0, 0
+        for seq, tokens in step.drafted:
+            seq_id = seq.seq_id
+            drafted = len(tokens) if tokens[0] != BY_WORKER else result.num_drafts.get(seq_id, 0)
+            num_drafts += drafted
+            if seq_id not in sequences:
+                continue
+            if not drafted:
+                if result.draft_error is not None:
+                    self._speculator.fail(seq, result.draft_error)
+                continue
+            group, accepted = seq.group, counts[seq_id] - 1
+            group.num_draft_tokens += drafted
+            group.num_accepted_tokens += accepted
+            groups[group.group_id] = group
+            num_accepted += accepted
+            drafts.append((seq_id, drafted, accepted))
+        self._stats.decode_tokens += num_accepted
+        self._speculator.observe(drafts)
+        return num_drafts, num_accepted

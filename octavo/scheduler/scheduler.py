@@ -5,21 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from octavo.core.config import SchedulerOptions
-from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput
-from octavo.core.plan import StepPlan, StepResult
+from octavo.config.options import SchedulerOptions
+from octavo.core.plan import EngineCoreOutputs, GroupOutput, StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.core.stats import SchedulerStats, sum_groups
-from octavo.memory.block_manager import AllocStatus, BlockManager
-from octavo.scheduler.admission import Admission
-from octavo.scheduler.displacement import Displacement
-from octavo.scheduler.drafting import Drafting
-from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.preemption import MoveCost, Preemption
+from octavo.memory.block_manager import BlockManager
+from octavo.memory.kv_group import AllocStatus
+from octavo.scheduler.admission import Admission, Displacement
+from octavo.scheduler.groups import SequenceGroup, suspend
 from octavo.scheduler.preparations import Preparations
-from octavo.scheduler.queues import Queues
-from octavo.scheduler.resumption import suspend
-from octavo.scheduler.running import Running
+from octavo.scheduler.queues import SchedulingState
+from octavo.scheduler.running import Drafting, MoveCost, Preemption, Running
 from octavo.scheduler.step import Step, advance, make_plan
 from octavo.scheduler.step_results import Results
 from octavo.speculation.speculator import Speculator
@@ -78,7 +74,7 @@ class Scheduler:
     def _make_parts(self) -> None:
         """Makes queues without a group, and what works on them."""
         options, speculator, num_stages = self.options, self._speculator, self._num_stages
-        self.queues = Queues(
+        self.queues = SchedulingState(
             options,
             self.blocks,
             self._max_model_len,

@@ -3,19 +3,164 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from octavo.core.config import SchedulerOptions
+from octavo.config.options import SchedulerOptions
 from octavo.core.plan import Fork, NewContext, NewSequence, StepPlan, TableChange
 from octavo.core.request import Generate, SequenceStatus
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.kv_group import BlocksNeeded
-from octavo.scheduler.cross_context import CrossContext
-from octavo.scheduler.groups import Sequence, SequenceGroup
-from octavo.scheduler.queues import Queues
-from octavo.scheduler.steady import Columns
+from octavo.scheduler.groups import CrossContext, Sequence, SequenceGroup
 from octavo.speculation.drafter import BY_WORKER
+
+if TYPE_CHECKING:
+    from octavo.scheduler.queues import SchedulingState
+
+
+# Decodes that go on as in the step before, kept as columns, so that a step does little for each of them.
+
+#: Steps are numbered modulo this, so that a byte holds the number.
+_NUMBERS = 256
+
+
+@dataclass(slots=True, eq=False)
+class Columns:
+    """What plans and results need of sequences that decode one token each, in the order in which they run."""
+
+    seqs: list[Sequence] = field(default_factory=list)
+    seq_ids: list[int] = field(default_factory=list)
+    group_ids: list[int] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
+    #: The stop tokens of all of them, perhaps with those of some that have left.
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def copy(self) -> Columns:
+        """Columns of the same sequences."""
+        columns = Columns(self.seqs.copy(), self.seq_ids.copy(), self.group_ids.copy(), self.indexes.copy())
+        columns.token_ids, columns.stop_token_ids = self.token_ids.copy(), self.stop_token_ids
+        return columns
+
+    def extend(self, seqs: list[Sequence]) -> None:
+        """Adds sequences behind the others."""
+        self.seqs += seqs
+        self.seq_ids += [seq.seq_id for seq in seqs]
+        self.group_ids += [seq.group.group_id for seq in seqs]
+        self.indexes += [seq.index for seq in seqs]
+        self.token_ids += [seq.token_ids for seq in seqs]
+        self.stop_token_ids = self.stop_token_ids.union(*{seq.stop_token_ids for seq in seqs})
+
+    def remove(self, position: int) -> None:
+        """Removes the sequence at a position; its stop tokens stay."""
+        for column in (self.seqs, self.seq_ids, self.group_ids, self.indexes, self.token_ids):
+            del column[position]
+
+
+class SteadyDecodes:
+    """Owns the columns of the first running groups, as far as each decodes one sequence and needs no result for it.
+
+    In a step each of them computes a token, and nothing is to be done for one alone but in the step that uses the last
+    of its slots: then its block is full, or its last token is in flight. So these steps are known before.
+
+    Invariants: the columns are those of the first ``num_groups`` running groups, without the sequences whose last token
+    is in flight. For each of them ``_last_steps`` has the number of the step that uses the last of its slots.
+    Who changes the order of the running groups, or the tokens that one of them computes next, says so.
+    """
+
+    def __init__(self) -> None:
+        self.columns = Columns()
+        self.num_groups = 0
+        #: Whether a step in flight has the columns, too, so that they must not change.
+        self._shared = False
+        #: Number of the last step that was scheduled.
+        self._step = 0
+        self._last_steps = bytearray()
+
+    def restart(self) -> None:
+        """Forgets all groups; the next ``extend`` finds those that decode."""
+        if self.num_groups:
+            self.columns, self._shared, self.num_groups = Columns(), False, 0
+            self._last_steps.clear()
+
+    def extend(self, running: SequenceOf[SequenceGroup]) -> None:
+        """Adds the groups behind those that it has, up to one that does something else than these."""
+        if self.num_groups == len(running):
+            return
+        groups = list(itertools.takewhile(_is_steady, itertools.islice(running, self.num_groups, None)))
+        seqs = [group.seqs[0] for group in groups if not group.seqs[0].is_ending]
+        self.num_groups += len(groups)
+        if seqs:
+            self._own_columns().extend(seqs)
+            self._last_steps += bytes(map(self._last_step, seqs))
+
+    def leave(self, position: int, group: SequenceGroup) -> None:
+        """The group that was at a position of the running ones runs no more."""
+        if position < self.num_groups:
+            self.num_groups -= 1
+            if group.seqs[0] in self.columns.seqs:  # else its last token is in flight
+                self._remove(self.columns.seqs.index(group.seqs[0]))
+
+    def without_slots(self) -> list[int]:
+        """Positions of those that have used their last slot, and of others that had more slots than a byte can say."""
+        return self._with_last_step(self._step)
+
+    def schedule(self, without_slots: list[int]) -> tuple[Columns, list[int], list[int]]:
+        """The next step computes a token of each, for which all have slots: those ``without_slots`` got new ones.
+
+        Returns the columns for that step, which must not be changed, the positions of the sequences that use the last
+        of their slots in it, and of those among them that sample their last token in it: these are in no later step.
+        """
+        columns = self.columns
+        for position in without_slots:
+            self._last_steps[position] = self._last_step(columns.seqs[position])
+        self._step = (self._step + 1) % _NUMBERS
+        self._shared = True
+        last = self._with_last_step(self._step)
+        ending = [p for p in last if columns.seqs[p].num_computed + 2 >= columns.seqs[p].max_length]
+        for position in reversed(ending):
+            self._remove(position)
+        return columns, last, ending
+
+    def _with_last_step(self, step: int) -> list[int]:
+        """Positions of the sequences whose last slot is used by this step."""
+        find, positions = self._last_steps.find, []
+        position = find(step)
+        while position >= 0:
+            positions.append(position)
+            position = find(step, position + 1)
+        return positions
+
+    def _last_step(self, seq: Sequence) -> int:
+        slots = seq.slots_end - seq.num_computed
+        if not 0 <= slots < _NUMBERS:
+            slots = 0 if slots < 0 else _NUMBERS - 1
+        return (self._step + slots) % _NUMBERS
+
+    def _own_columns(self) -> Columns:
+        if self._shared:
+            self.columns, self._shared = self.columns.copy(), False
+        return self.columns
+
+    def _remove(self, position: int) -> None:
+        columns = self._own_columns()
+        stop_token_ids = columns.seqs[position].stop_token_ids
+        columns.remove(position)
+        del self._last_steps[position]
+        if stop_token_ids != columns.stop_token_ids:
+            columns.stop_token_ids = frozenset().union(*{seq.stop_token_ids for seq in columns.seqs})
+
+
+def _is_steady(group: SequenceGroup) -> bool:
+    """Whether it decodes one sequence, and what it computes next depends on no result."""
+    if group.prefilling or len(group.seqs) != 1 or group.num_pending_forks or group.drafts or group.plans_on_results:
+        return False
+    seq = group.seqs[0]
+    return group.beam is None and seq.num_computed + 1 >= len(seq.token_ids)
+
 
 #: Tokens to compute of some sequences of one group.
 Chunks = list[tuple[Sequence, int]]
@@ -118,7 +263,7 @@ def _with_whole_features(group: SequenceGroup, start: int, count: int, most: int
     return rest if rest <= most else 0
 
 
-def restore_sharing(queues: Queues, group: SequenceGroup) -> None:
+def restore_sharing(queues: SchedulingState, group: SequenceGroup) -> None:
     """After preemption by recompute: shares blocks between sequences of a group again, as soon as they are computed."""
     for seq in group.seqs:
         if seq.shared_prefix is None:
@@ -144,7 +289,7 @@ def blocks_still_needed(blocks: BlockManager, group: SequenceGroup) -> BlocksNee
     return blocks.demand(total, len(group.seqs), group.seq_ids, forks)
 
 
-def allocate_slots(queues: Queues, work: Chunks, step: Step) -> bool:
+def allocate_slots(queues: SchedulingState, work: Chunks, step: Step) -> bool:
     """Allocates the blocks for the tokens of these sequences; False and no change if too few are free."""
     blocks = queues.blocks
     short = [(seq, n) for seq, n in work if seq.num_computed + n > seq.slots_end]
@@ -162,7 +307,7 @@ def allocate_slots(queues: Queues, work: Chunks, step: Step) -> bool:
     return True
 
 
-def _behind_windows(queues: Queues) -> list[tuple[int, int]]:
+def _behind_windows(queues: SchedulingState) -> list[tuple[int, int]]:
     """Running sequences that may hold more than their windows, and how many of their tokens are computed.
 
     That number may still fall where drafts await their result, and where sequences are to share a beginning again they
@@ -172,7 +317,7 @@ def _behind_windows(queues: Queues) -> list[tuple[int, int]]:
     return [(seq.seq_id, seq.num_computed) for group in groups for seq in group.seqs]
 
 
-def schedule_prefill(queues: Queues, group: SequenceGroup, chunks: Chunks, step: Step) -> None:
+def schedule_prefill(queues: SchedulingState, group: SequenceGroup, chunks: Chunks, step: Step) -> None:
     """Schedules chunks whose slots are allocated; forks the group if they complete its prompt."""
     step.prefills += chunks
     step.prefill_groups.append(group)
@@ -182,7 +327,7 @@ def schedule_prefill(queues: Queues, group: SequenceGroup, chunks: Chunks, step:
         _fork_prompt(queues, parent, step)
 
 
-def _fork_prompt(queues: Queues, parent: Sequence, step: Step) -> None:
+def _fork_prompt(queues: SchedulingState, parent: Sequence, step: Step) -> None:
     """Parallel sampling: every sequence of the group samples its first token from the prompt's last logits."""
     group = parent.group
     if parent.on_workers:
@@ -199,7 +344,7 @@ def _fork_prompt(queues: Queues, parent: Sequence, step: Step) -> None:
     group.num_pending_forks = 0
 
 
-def make_plan(queues: Queues, step: Step, number: int) -> StepPlan:
+def make_plan(queues: SchedulingState, step: Step, number: int) -> StepPlan:
     """The plan of a scheduled step; takes the pending block moves and new sequences with it."""
     moves = queues.blocks.take_moves()
     plan = StepPlan(step=number, blocks_to_swap_out=moves.swap_out, blocks_to_swap_in=moves.swap_in)
@@ -235,7 +380,7 @@ def _add_tokens(step: Step, plan: StepPlan) -> None:
             plan.num_tokens += [n for _, n in chunks]
 
 
-def advance(queues: Queues, step: Step) -> None:
+def advance(queues: SchedulingState, step: Step) -> None:
     """Counts the tokens of a step as computed, as they are for every later plan."""
     size, filled = queues.blocks.block_size, step.filled
     for seq in step.decodes:
@@ -261,7 +406,7 @@ def advance(queues: Queues, step: Step) -> None:
                 step.completed.append(group)
 
 
-def _add_contexts(queues: Queues, step: Step, plan: StepPlan) -> None:
+def _add_contexts(queues: SchedulingState, step: Step, plan: StepPlan) -> None:
     """Adds what newly admitted groups attend to; one that was preempted within the step has none."""
     for group in step.with_contexts:
         cross = group.cross
@@ -273,7 +418,7 @@ def _add_contexts(queues: Queues, step: Step, plan: StepPlan) -> None:
         cross.on_workers = True
 
 
-def _add_new_sequences(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
+def _add_new_sequences(queues: SchedulingState, scheduled: set[int], plan: StepPlan) -> None:
     """Adds the scheduled sequences that the workers do not hold, whole or as forks."""
     later = []
     for seq in queues.new_seqs:
@@ -293,7 +438,7 @@ def _add_new_sequences(queues: Queues, scheduled: set[int], plan: StepPlan) -> N
     queues.new_seqs = later
 
 
-def _add_new_tokens(queues: Queues, scheduled: set[int], plan: StepPlan) -> None:
+def _add_new_tokens(queues: SchedulingState, scheduled: set[int], plan: StepPlan) -> None:
     """Adds last tokens that the workers did not append; sequences that are new in this plan have theirs."""
     new = {n.seq_id for n in plan.new}
     unsent = queues.unsent_tokens

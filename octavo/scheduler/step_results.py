@@ -7,22 +7,19 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput, SequenceOutput
-from octavo.core.plan import SequenceResult, StepResult
-from octavo.core.progress import BeamUpdate
-from octavo.core.request import Generate, SequenceStatus
-from octavo.memory.block_manager import AllocStatus
-from octavo.scheduler.beam_search import Candidates
-from octavo.scheduler.drafting import Drafting
-from octavo.scheduler.groups import Sequence, SequenceGroup
-from octavo.scheduler.queues import Queues
+from octavo.core.plan import EngineCoreOutputs, GroupOutput, SequenceOutput, SequenceResult, StepResult
+from octavo.core.request import BeamUpdate, Generate, SequenceStatus
+from octavo.memory.kv_group import AllocStatus
+from octavo.scheduler.groups import Candidates, Sequence, SequenceGroup
+from octavo.scheduler.queues import SchedulingState
+from octavo.scheduler.running import Drafting
 from octavo.scheduler.step import Step
 
 
 class Results:
     """Applies step results to the queues."""
 
-    def __init__(self, queues: Queues, max_model_len: int, drafting: Drafting | None = None) -> None:
+    def __init__(self, queues: SchedulingState, max_model_len: int, drafting: Drafting | None = None) -> None:
         self._queues = queues
         self._drafting = drafting
         self._max_model_len = max_model_len

@@ -2,40 +2,56 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from html import escape
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from pydantic.warnings import UnsupportedFieldAttributeWarning
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 
 from octavo import __version__
-from octavo.core.server_options import FORM_BYTES, ServerOptions
-from octavo.server import adapter_routes, admin, completions, operation, tokenization
-from octavo.server.api_description import add_description_routes
-from octavo.server.api_errors import handle_errors
-from octavo.server.body_budget import make_budget
-from octavo.server.chat_completions import create_chat_completion
-from octavo.server.deferred_routes import DeferredRoutes, make_deferred
-from octavo.server.engine_events import engine_events
-from octavo.server.formats import RELAXED_HEADER
-from octavo.server.large_bodies import BodyRoute
-from octavo.server.llamacpp.llama_routes import add_llama_routes
-from octavo.server.messages import message_routes as messages
-from octavo.server.messages.message_protocol import (
-    AnthropicError,
-    AnthropicModel,
-    AnthropicModelList,
-    MessageObject,
-    TokenCount,
+from octavo.config.server_options import FORM_BYTES, ServerOptions
+from octavo.server import anthropic as messages
+from octavo.server import status_routes as adapter_routes
+from octavo.server import status_routes as admin
+from octavo.server import status_routes as operation
+from octavo.server import status_routes as tokenization
+from octavo.server.answer_format import RELAXED_HEADER
+from octavo.server.anthropic import AnthropicError, AnthropicModel, AnthropicModelList, MessageObject, TokenCount
+from octavo.server.http.bodies import BodyRoute
+from octavo.server.http.errors import DeferredRoutes, handle_errors, make_deferred
+from octavo.server.http.middleware import (
+    ApiKeyMiddleware,
+    BodyLimitMiddleware,
+    RequestMiddleware,
+    SameOriginMiddleware,
+    UnversionedPaths,
+    host_rule,
+    make_budget,
 )
+from octavo.server.llamacpp import add_llama_routes
 from octavo.server.metrics import Metrics
-from octavo.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestMiddleware
-from octavo.server.protocol_admin import (
+from octavo.server.openai import completions
+from octavo.server.openai import response_request as inputs
+from octavo.server.openai import responses as responses
+from octavo.server.openai.completions import create_chat_completion
+from octavo.server.openai.protocol import ChatCompletion, ChatCompletionRequest, Completion, CompletionRequest
+from octavo.server.openai.response_protocol import DeletedResponse, InputTokens, ItemList, ResponseObject
+from octavo.server.page import UiMiddleware, engine_events
+from octavo.server.state import ServerState
+from octavo.server.status_routes import (
     AdapterStatus,
     Detokenized,
     Error,
@@ -50,14 +66,137 @@ from octavo.server.protocol_admin import (
     TokenizerInfo,
     Version,
 )
-from octavo.server.protocol_answers import ChatCompletion, Completion
-from octavo.server.responses import input_routes as inputs
-from octavo.server.responses import response_routes as responses
-from octavo.server.responses.response_protocol import DeletedResponse, InputTokens, ItemList, ResponseObject
-from octavo.server.same_origin import SameOriginMiddleware, host_rule
-from octavo.server.service import Service
-from octavo.server.ui_middleware import UiMiddleware
-from octavo.server.unversioned_paths import UnversionedPaths
+
+# The page ``/docs``: the OpenAPI description as plain HTML, without scripts, which loads nothing from elsewhere.
+
+_STYLE = "body{font:16px/1.4 sans-serif;margin:2em;max-width:70em}td{padding:.2em 1em .2em 0;vertical-align:top}"
+
+
+def docs_page(description: dict[str, Any]) -> str:
+    """The page; ``description`` as of ``FastAPI.openapi``."""
+    info, schemas = description["info"], description["components"]["schemas"]
+    title = escape(f"{info['title']} {info['version']}")
+    routes = "".join(
+        _route(f"{method.upper()} {path}", route, schemas)
+        for path, methods in description["paths"].items()
+        for method, route in methods.items()
+    )
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
+        f"<h1>{title}</h1><p>{escape(info['description'])} For programs: <a href=openapi.json>openapi.json</a>.</p>"
+        f"{routes}</html>"
+    )
+
+
+def _route(name: str, route: dict[str, Any], schemas: dict[str, Any]) -> str:
+    page = f"<h2>{escape(name)}</h2><p>{escape(route.get('description', ''))}</p>"
+    if "requestBody" in route:
+        [body] = route["requestBody"]["content"].values()  # JSON, or a form
+        page += _fields(_schema(body["schema"], schemas))
+    statuses = [(status, response["description"]) for status, response in route["responses"].items()]
+    return page + _details("Responses", _table(statuses))
+
+
+def _fields(schema: dict[str, Any]) -> str:
+    required = schema.get("required", [])
+    rows = [
+        (name, _kind(field), ("Required. " if name in required else "") + field.get("description", ""))
+        for name, field in schema["properties"].items()
+    ]
+    return _details("Fields", _table(rows))
+
+
+def _schema(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    """A schema, which a form has in its place and others by name."""
+    named: dict[str, Any] = schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    return named
+
+
+def _kind(field: dict[str, Any]) -> str:
+    """A type in words."""
+    if "$ref" in field:
+        return str(field["$ref"].rpartition("/")[2])
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(_kind(kind) for kind in field["anyOf"] if kind.get("type") != "null"))
+    if "enum" in field or "const" in field:
+        return ", ".join(map(str, field.get("enum", [field.get("const")])))
+    return f"list of {_kind(field.get('items', {}))}" if field.get("type") == "array" else str(field.get("type", "any"))
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    return "<table>" + "".join(f"<tr>{''.join(f'<td>{escape(cell)}' for cell in row)}" for row in rows) + "</table>"
+
+
+def _details(title: str, content: str) -> str:
+    return f"<details><summary>{title}</summary>{content}</details>"
+
+
+# Descriptions of the routes: all of them (``/openapi.json``, ``/docs``), and the requests that the page makes.
+
+#: A single thread: descriptions are made one after the other.
+_describer = ThreadPoolExecutor(1, thread_name_prefix="octavo-describe")
+
+
+class _MadeOnce:
+    """A text that is made in a thread when it is first asked for; all who ask meanwhile wait for the same."""
+
+    def __init__(self, make: Callable[[], bytes]) -> None:
+        self._make = make
+        self._made: asyncio.Future[bytes] | None = None
+
+    async def get(self) -> bytes:
+        """The text.
+
+        Raises:
+            Exception: it could not be made; the next who asks tries again.
+        """
+        if self._made is None:
+            self._made = asyncio.get_running_loop().run_in_executor(_describer, self._make)
+        made = self._made
+        try:
+            return await asyncio.shield(made)
+        except Exception:
+            self._made = None
+            raise
+
+
+def add_description_routes(app: FastAPI, *, page: bool) -> None:
+    """Adds ``/openapi.json``, ``/docs`` and, for the ``page``, ``/ui/requests.json``."""
+    openapi = _MadeOnce(lambda: json.dumps(app.openapi(), ensure_ascii=False).encode())
+    docs = _MadeOnce(lambda: docs_page(app.openapi()).encode())
+    requests = _MadeOnce(lambda: json.dumps(describe_requests()).encode())
+
+    async def get_openapi(request: Request) -> Response:
+        return Response(await openapi.get(), media_type="application/json")
+
+    async def get_docs(request: Request) -> Response:
+        return HTMLResponse(await docs.get())
+
+    async def get_requests(request: Request) -> Response:
+        return Response(await requests.get(), media_type="application/json")
+
+    app.add_route("/openapi.json", get_openapi, include_in_schema=False)
+    app.add_route("/docs", get_docs, include_in_schema=False)
+    if page:
+        app.add_route("/ui/requests.json", get_requests, include_in_schema=False)
+
+
+def describe_requests() -> dict[str, Any]:
+    """The requests of the page: the part of ``/openapi.json`` that has their fields."""
+    from octavo.server.audio import TranscriptionRequest, TranslationRequest
+
+    models: dict[str, tuple[str, type[BaseModel]]] = {
+        "/v1/chat/completions": ("application/json", ChatCompletionRequest),
+        "/v1/completions": ("application/json", CompletionRequest),
+        "/v1/audio/transcriptions": ("multipart/form-data", TranscriptionRequest),
+        "/v1/audio/translations": ("multipart/form-data", TranslationRequest),
+    }
+    given = [(model, "validation") for _, model in models.values()]
+    named, schemas = models_json_schema(given, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    contents = {path: {kind: {"schema": named[model, "validation"]}} for path, (kind, model) in models.items()}
+    paths = {path: {"post": {"requestBody": {"content": content}}} for path, content in contents.items()}
+    return {"paths": paths, "components": {"schemas": schemas["$defs"]}}
+
 
 # FastAPI silences it while it builds validators; those of models that are built at their first use come later.
 warnings.filterwarnings("ignore", category=UnsupportedFieldAttributeWarning)
@@ -89,7 +228,7 @@ _AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _BUSY = {429: "The queue is full, or the client has taken its share; Retry-After gives the seconds to wait."}
 
 
-def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
+def make_app(service: ServerState, api_keys: Sequence[str] = ()) -> FastAPI:
     """The application for one engine; without keys no request needs authorization."""
     app = make_routes(service.options, service.metrics, api_keys)
     app.state.service = service
@@ -197,16 +336,15 @@ def _add_openai_routes(app: FastAPI) -> None:
 
 
 def _add_pooling_routes(app: FastAPI) -> None:
-    from octavo.server.pooling.pooling_routes import add_pooling_routes
+    from octavo.server.pooling_routes import add_pooling_routes
 
     with _without_pydantic_v1():
         add_pooling_routes(partial(_add, app, is_busy=True))
 
 
 def _add_further_chat_routes(app: FastAPI) -> None:
-    from octavo.server.batched_chats import create_batched_chats
-    from octavo.server.cohere.cohere_chat import chat
-    from octavo.server.cohere.cohere_protocol import CohereChat
+    from octavo.server.cohere import CohereChat, chat
+    from octavo.server.openai.completions import create_batched_chats
 
     with _without_pydantic_v1():
         _add(app, "POST", "/v2/chat", chat, CohereChat, "Cohere", stream=True)
@@ -215,7 +353,7 @@ def _add_further_chat_routes(app: FastAPI) -> None:
 
 
 def _add_audio_routes(app: FastAPI) -> None:
-    from octavo.server.audio.audio_routes import add_audio_routes
+    from octavo.server.audio import add_audio_routes
 
     with _without_pydantic_v1():
         add_audio_routes(partial(_add, app, is_busy=True))

@@ -5,19 +5,207 @@ from __future__ import annotations
 import io
 import math
 import os
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.errors import AudioError, ConfigError
-from octavo.core.extras import how_to_install
-from octavo.speech.audio_containers import check_complete, guess_format
+from octavo.core.plugins import how_to_install
 from octavo.speech.log_mel import SAMPLE_RATE
-from octavo.speech.resampling import Resampler
+
+# What the first and last bytes of a file say of it that its decoder does not.
+
+#: Beginnings of files that are audio or are taken for it, and what an error calls them.
+_FORMATS = (
+    (0, b"\x1aE\xdf\xa3", "a WebM or Matroska file"),
+    (4, b"ftyp", "an MP4 or M4A file"),
+    (0, b"RIFF", "a RIFF file without audio that can be decoded"),
+    (0, b"OggS", "an Ogg file without audio that can be decoded"),
+    (0, b"fLaC", "a damaged FLAC file"),
+    (0, b"ID3", "a damaged mp3 file"),
+    (0, b"\xff\xf1", "a file of AAC"),
+    (0, b"\xff\xf9", "a file of AAC"),
+    (0, b"#!AMR", "an AMR file"),
+    (0, b"0&\xb2u", "a Windows Media file"),
+    (0, b"%PDF", "a PDF file"),
+    (0, b"PK\x03\x04", "a zip archive"),
+    (0, b"\x89PNG", "a PNG image"),
+    (0, b"\xff\xd8\xff", "a JPEG image"),
+    (0, b"GGUF", "a GGUF file"),
+)
+#: Sizes that programs write which stream and do not know the size.
+_UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x80000000)
+_NEARLY_MAX = 0xFFFFFF00
+#: Chunks of a WAV file before its samples that are looked at.
+_MAX_CHUNKS = 1000
+_OGG_TAIL = 1 << 17
+
+
+def guess_format(start: bytes) -> str:
+    """What a file seems to be by its first bytes; empty: unknown."""
+    for offset, magic, name in _FORMATS:
+        if start[offset : offset + len(magic)] == magic:
+            return name
+    try:
+        text = start.decode("utf-8")
+    except UnicodeDecodeError as e:
+        text = start[: e.start].decode("utf-8") if e.start > len(start) - 4 else ""
+    return "a text file" if _is_lines(text) else ""
+
+
+def _is_lines(text: str) -> bool:
+    return bool(text.strip()) and all(line.isprintable() for line in text.replace("\t", " ").splitlines())
+
+
+def check_complete(stream: BinaryIO, name: str) -> None:
+    """Refuses WAV and Ogg files that end before they say: their decoder gives what there is, in silence.
+
+    Raises:
+        AudioError: it is cut off.
+    """
+    stream.seek(0)
+    start = stream.read(12)
+    if start[:4] in (b"RIFF", b"RF64") and start[8:12] == b"WAVE":
+        _check_wav(stream, name, is_wide=start[:4] == b"RF64")
+    elif start[:4] == b"OggS":
+        _check_ogg(stream, name)
+
+
+def _check_wav(stream: BinaryIO, name: str, *, is_wide: bool) -> None:
+    end, position = stream.seek(0, io.SEEK_END), 12
+    for _ in range(_MAX_CHUNKS):
+        stream.seek(position)
+        header = stream.read(8)
+        if len(header) < 8:
+            raise AudioError(f"{name} is cut off: a WAV file without samples, of {end} bytes")
+        kind, size = header[:4], struct.unpack("<I", header[4:])[0]
+        if kind == b"data":
+            has = end - position - 8
+            if not is_wide and size not in _UNKNOWN_SIZES and size < _NEARLY_MAX and size > has:
+                raise AudioError(f"{name} is cut off: it says that it has {size} bytes of samples, and has {has}")
+            return
+        position += 8 + size + size % 2
+
+
+def _check_ogg(stream: BinaryIO, name: str) -> None:
+    """Its last page must be whole."""
+    end = stream.seek(0, io.SEEK_END)
+    stream.seek(max(0, end - _OGG_TAIL))
+    tail = stream.read(_OGG_TAIL)
+    at = tail.rfind(b"OggS\0")
+    if at < 0:
+        raise AudioError(f"{name} is damaged: the end of this Ogg file has no page")
+    page = tail[at:]
+    segments = page[27 : 27 + page[26]] if len(page) > 26 else b""
+    if len(page) < 27 or len(segments) < page[26] or len(page) < 27 + page[26] + sum(segments):
+        raise AudioError(f"{name} is cut off within the last page of an Ogg file")
+
+
+# Band-limited conversion of sampling rates, in pieces.
+
+#: The share of the lower rate's band that passes unchanged; from its end on nothing passes.
+_PASS = 0.9
+#: Of the Kaiser window: what should not pass is damped by some 90 dB (Kaiser 1974).
+_BETA = 9.0
+_DAMPING = 90.0
+#: Least input samples of a Fourier transform.
+_BLOCK = 1 << 14
+
+
+class Resampler:
+    """Converts a signal that comes in pieces from one rate to another.
+
+    A windowed sinc at the input's rate, applied by Fourier transforms of overlapping blocks (overlap-save), whose
+    spectra are cut or filled up to the output's rate. What is before the signal and after it counts as silence.
+    Invariant: the output depends on the signal and not on its pieces.
+    """
+
+    def __init__(self, rate: int, new_rate: int) -> None:
+        """From ``rate`` to ``new_rate``, samples a second."""
+        self._is_same = rate == new_rate
+        divisor = math.gcd(rate, new_rate)
+        #: So many input samples are as long as so many output samples.
+        self._per_in, self._per_out = rate // divisor, new_rate // divisor
+        if self._is_same:
+            return
+        half = len(_sinc(rate, new_rate)) // 2
+        #: Input samples on either side that a block needs of its neighbours, and input samples of a block without them.
+        self._margin = -(-half // self._per_in) * self._per_in
+        self._body = max(1, -(-max(_BLOCK, 2 * self._margin) // self._per_in)) * self._per_in
+        self._response = _response(rate, new_rate, self._body + 2 * self._margin)
+        self._waiting: list[NDArray[np.float32]] = [np.zeros(self._margin, np.float32)]
+        self._num_waiting = self._margin
+        self._fed = self._given = 0
+
+    def feed(self, piece: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The output that the signal so far determines and that was not given yet. ``piece``: float32 [n]."""
+        if self._is_same:
+            return piece
+        self._fed += len(piece)
+        return self._take(piece)
+
+    def finish(self) -> NDArray[np.float32]:
+        """The rest of the output, after the last piece."""
+        if self._is_same:
+            return np.empty(0, np.float32)
+        total = -(-self._fed * self._per_out // self._per_in)
+        rest = self._take(np.zeros(self._body + self._margin, np.float32))
+        given = self._given - len(rest)
+        return rest[: total - given]
+
+    def _take(self, piece: NDArray[np.float32]) -> NDArray[np.float32]:
+        self._waiting.append(piece)
+        self._num_waiting += len(piece)
+        size = self._body + 2 * self._margin
+        if self._num_waiting < size:
+            return np.empty(0, np.float32)
+        signal = np.concatenate(self._waiting)
+        blocks, start = [], 0
+        while len(signal) - start >= size:
+            blocks.append(self._block(signal[start : start + size]))
+            start += self._body
+        self._waiting, self._num_waiting = [signal[start:].copy()], len(signal) - start
+        result = np.concatenate(blocks)
+        self._given += len(result)
+        return result
+
+    def _block(self, signal: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The output of a block without its margins."""
+        size = len(signal) * self._per_out // self._per_in
+        spectrum = np.fft.rfft(signal.astype(np.float64))
+        spectrum = spectrum[: len(self._response)] * self._response
+        margin = self._margin * self._per_out // self._per_in
+        # irfft fills the spectrum up with zeros where the output has the higher rate.
+        return np.fft.irfft(spectrum, size)[margin : size - margin].astype(np.float32)
+
+
+@lru_cache(maxsize=8)
+def _sinc(rate: int, new_rate: int) -> NDArray[np.float64]:
+    """A low pass at the input's rate, of odd length."""
+    band = min(rate, new_rate) / 2
+    half = math.ceil((_DAMPING - 7.95) / 14.36 * rate / (band * (1 - _PASS)) / 2)
+    cutoff = (1 + _PASS) / 2 * band
+    time = np.arange(-half, half + 1) / rate
+    return np.asarray(2 * cutoff / rate * np.sinc(2 * cutoff * time) * np.kaiser(2 * half + 1, _BETA))
+
+
+@lru_cache(maxsize=8)
+def _response(rate: int, new_rate: int, size: int) -> NDArray[np.complex128]:
+    """The low pass for blocks of ``size`` input samples, as far as the output's spectrum reaches, and scaled for it."""
+    filter_ = _sinc(rate, new_rate)
+    half = len(filter_) // 2
+    centred = np.zeros(size)
+    centred[: half + 1] = filter_[half:]
+    centred[-half:] = filter_[:half]
+    new_size = size * new_rate // rate
+    return np.fft.rfft(centred)[: new_size // 2 + 1] * (new_size / size)
+
 
 #: What is taken for a recording.
 AudioSource = str | os.PathLike[str] | bytes | BinaryIO

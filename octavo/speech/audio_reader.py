@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.errors import AudioError, ClientLimitError, ConfigError
-from octavo.sandbox.pool import Sandbox
-from octavo.sandbox.process import SandboxAnswer, SandboxCall
+from octavo.process.sandbox import Sandbox
+from octavo.process.sandbox_process import SandboxAnswer, SandboxCall
 from octavo.speech.audio_files import ACCEPTED, DEFAULT_LIMITS, AudioFacts, AudioLimits, Converter, Decoder
 
 #: Of processor time for one call. It is for mp3, of which a call may have to decode again all that is before: 4 hours

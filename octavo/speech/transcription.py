@@ -7,18 +7,124 @@ temperature.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import json
+import math
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.core.errors import InvalidRequestError
 from octavo.speech.log_mel import SAMPLE_RATE
-from octavo.speech.segments import Segment, Transcription, as_segments, compression_ratio, cut_answer, text_ids
-from octavo.speech.speech_tokens import TIME_STEP, SpeechTokens
-from octavo.speech.transcription_params import TranscriptionParams
-from octavo.speech.word_times import add_words
+from octavo.speech.segments import (
+    LANGUAGES,
+    TIME_STEP,
+    Segment,
+    SpeechTokens,
+    Transcription,
+    Word,
+    add_words,
+    as_segments,
+    compression_ratio,
+    cut_answer,
+    text_ids,
+)
+
+# What a caller may say of a transcription.
+
+Task = Literal["transcribe", "translate"]
+TASKS: tuple[Task, ...] = ("transcribe", "translate")
+#: Tried one after the other where an answer looks wrong (Radford et al. 2022, section 4.5).
+DEFAULT_TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+_MAX_TEMPERATURES = 16
+_MAX_TEXT = 10_000
+
+
+class TranscriptionParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """Parameters of one recording, with the names that users of Whisper know.
+
+    >>> TranscriptionParams(language="en", word_timestamps=True)
+
+    Raises:
+        InvalidRequestError: a value is out of range or of the wrong type.
+    """
+
+    #: Code or name of the language that is spoken. None: it is detected in the first 30 s.
+    language: str | None = None
+    #: "transcribe": text in the language that is spoken; "translate": in English, of multilingual models.
+    task: Task = "transcribe"
+    #: Text before the recording, which sets its style and how names are written.
+    prompt: str | None = None
+    #: Words that may occur; they come before what precedes each window.
+    hotwords: str | None = None
+    #: One, or several, of which the next is taken where an answer fails a threshold. None: 0, 0.2, ... 1.
+    temperature: float | tuple[float, ...] | None = None
+    #: An answer whose text zlib makes smaller than by this factor is not one that repeats itself. None: no matter.
+    compression_ratio_threshold: float | None = 2.4
+    #: Least mean logprob of an answer's tokens. None: no matter.
+    logprob_threshold: float | None = -1.0
+    #: A window that is silent with more than this probability, and whose answer is below ``logprob_threshold``, has no
+    #: text. None: no matter.
+    no_speech_threshold: float | None = 0.6
+    #: Whether the text of the windows before comes before each window, if it was not drawn at a high temperature.
+    condition_on_previous_text: bool = True
+    #: Whether each word has its times, too.
+    word_timestamps: bool = False
+    #: Whether answers have times at all. Without them a window is one segment, and the next begins where it ends.
+    timestamps: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise InvalidRequestError(f"task must be 'transcribe' or 'translate', not {self.task!r}")
+        for name in ("language", "prompt", "hotwords"):
+            _check_text(name, getattr(self, name))
+        for name in ("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"):
+            if (value := getattr(self, name)) is not None:
+                _check_number(name, value, -math.inf, math.inf)
+        self._check_temperatures()
+        for name in ("condition_on_previous_text", "word_timestamps", "timestamps"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.word_timestamps and not self.timestamps:
+            raise InvalidRequestError("word_timestamps=True needs timestamps=True")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise InvalidRequestError(f"seed must be an integer, not {self.seed!r}")
+
+    def _check_temperatures(self) -> None:
+        given = self.temperature
+        if given is None:
+            return
+        values = tuple(given) if isinstance(given, list | tuple) else (given,)
+        if not 1 <= len(values) <= _MAX_TEMPERATURES:
+            raise InvalidRequestError(f"temperature must be 1 to {_MAX_TEMPERATURES} numbers, not {len(values)}")
+        for value in values:
+            _check_number("temperature", value, 0.0, 2.0)
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """The temperatures to try, in order."""
+        if self.temperature is None:
+            return DEFAULT_TEMPERATURES
+        return tuple(self.temperature) if isinstance(self.temperature, list | tuple) else (self.temperature,)
+
+
+def _check_text(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequestError(f"{name} must be text, not {value!r}")
+    if value is not None and len(value) > _MAX_TEXT:
+        raise InvalidRequestError(f"{name} may have at most {_MAX_TEXT} characters, not {len(value)}")
+
+
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidRequestError(f"{name} must be a finite number, not {value!r}")
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be in [{low:g}, {high:g}], not {value}")
+
 
 #: Samples of a step of time.
 _STEP = round(TIME_STEP * SAMPLE_RATE)
@@ -297,3 +403,108 @@ class _Transcriber:
         if limit is None or scored.no_speech is None or scored.no_speech <= limit:
             return False
         return self._params.logprob_threshold is None or self._is_unlikely(scored)
+
+
+# Transcriptions as text, subtitles and JSON, as the OpenAI API has them.
+
+
+def as_text(made: Transcription) -> str:
+    """The text, and a line's end."""
+    return made.text + "\n"
+
+
+def as_srt(made: Transcription) -> str:
+    """SubRip subtitles: a number, times with a comma, text."""
+    blocks = [
+        f"{number}\n{clock(segment.start, ',')} --> {clock(segment.end, ',')}\n{_line(segment)}\n"
+        for number, segment in enumerate(made.segments, 1)
+    ]
+    return "\n".join(blocks)
+
+
+def as_vtt(made: Transcription) -> str:
+    """WebVTT subtitles."""
+    blocks = [
+        f"{clock(segment.start, '.')} --> {clock(segment.end, '.')}\n{_line(segment)}\n" for segment in made.segments
+    ]
+    return "\n".join(["WEBVTT\n", *blocks])
+
+
+def _line(segment: Segment) -> str:
+    """The text of a cue: an arrow in it would be taken for that of its times."""
+    return segment.text.strip().replace("-->", "->")
+
+
+def clock(seconds: float, point: str) -> str:
+    """Hours, minutes, seconds and thousandths, as in 01:02:03.456."""
+    thousandths = max(0, round(seconds * 1000))
+    rest, thousandths = divmod(thousandths, 1000)
+    minutes, rest = divmod(rest, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{rest:02}{point}{thousandths:03}"
+
+
+def usage(made: Transcription) -> dict[str, Any]:
+    """What was computed, by the seconds of the recording, as the API bills it for this kind of model."""
+    return {"type": "duration", "seconds": round(made.duration)}
+
+
+def json_object(made: Transcription) -> dict[str, Any]:
+    """The answer of ``response_format`` "json"."""
+    return {"text": made.text, "usage": usage(made)}
+
+
+def verbose_object(made: Transcription, granularities: Iterable[str] = ("segment",)) -> dict[str, Any]:
+    """The answer of ``response_format`` "verbose_json"; ``granularities``: "segment", "word" or both."""
+    parts = set(granularities)
+    answer: dict[str, Any] = {
+        "task": made.task,
+        "language": LANGUAGES.get(made.language, made.language),
+        "duration": round(made.duration, 2),
+        "text": made.text,
+    }
+    if "word" in parts:
+        answer["words"] = [_word(word) for segment in made.segments for word in segment.words or ()]
+    if "segment" in parts:
+        answer["segments"] = [segment_object(segment) for segment in made.segments]
+    return answer | {"usage": usage(made)}
+
+
+def segment_object(segment: Segment) -> dict[str, Any]:
+    """A segment as JSON."""
+    return {
+        "id": segment.id,
+        "seek": segment.seek,
+        "start": round(segment.start, 2),
+        "end": round(segment.end, 2),
+        "text": segment.text,
+        "tokens": segment.tokens,
+        "temperature": segment.temperature,
+        "avg_logprob": segment.avg_logprob,
+        "compression_ratio": segment.compression_ratio,
+        "no_speech_prob": segment.no_speech_prob or 0.0,
+    }
+
+
+def _word(word: Word) -> dict[str, Any]:
+    return {"word": word.word.strip(), "start": word.start, "end": word.end}
+
+
+def _as_json(made: Transcription) -> str:
+    return json.dumps(json_object(made), ensure_ascii=False) + "\n"
+
+
+def _as_verbose_json(made: Transcription) -> str:
+    has_words = any(segment.words is not None for segment in made.segments)
+    parts = ("segment", "word") if has_words else ("segment",)
+    return json.dumps(verbose_object(made, parts), ensure_ascii=False, indent=2) + "\n"
+
+
+#: By the name of ``response_format``.
+FORMATS: dict[str, Callable[[Transcription], str]] = {
+    "json": _as_json,
+    "text": as_text,
+    "srt": as_srt,
+    "vtt": as_vtt,
+    "verbose_json": _as_verbose_json,
+}

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.batch.result_files import BatchRowError, Result, ResultFile, new_id
+from octavo.batch.runner import BatchRowError, Result, ResultFile, new_id
 from octavo.cli.main import main
 from octavo.core.errors import OctavoError
 from tests.busy_machine import PATIENCE, eventually

@@ -8,9 +8,18 @@ from typing import Any
 
 import pytest
 
-from octavo.core.engine_view import AdapterSlot, BlockMap, BlockRun, Change, EngineEvent, EngineView, GroupRow
-from octavo.core.recordings import write_recording
-from octavo.core.stats import AdapterStats, SchedulerState
+from octavo.core.stats import (
+    AdapterSlot,
+    AdapterStats,
+    BlockMap,
+    BlockRun,
+    Change,
+    EngineEvent,
+    EngineView,
+    GroupRow,
+    SchedulerState,
+    write_recording,
+)
 from tests.browser.browser import MISSING, Visit
 from tests.browser.test_page_in_browser import showing, step_record
 

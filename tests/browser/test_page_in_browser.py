@@ -19,9 +19,7 @@ import httpx
 import pytest
 
 from octavo.cli.view import make_server
-from octavo.core.engine_view import EngineEvent, EngineView, StepRecord
-from octavo.core.recordings import write_recording
-from octavo.core.stats import SchedulerState
+from octavo.core.stats import EngineEvent, EngineView, SchedulerState, StepRecord, write_recording
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_map import block_maps
 from tests.browser.browser import MISSING, Visit, visit

@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 
 from octavo.cli import chat
-from octavo.cli.chat_conversation import Conversation
-from octavo.cli.chat_display import choose_display
-from octavo.cli.chat_history import HistoryFile
-from octavo.core.prompts import TokensPrompt
+from octavo.cli.chat import Conversation
+from octavo.cli.chat_terminal import HistoryFile, choose_display
+from octavo.core.request import TokensPrompt
 from octavo.core.sampling_params import SamplingParams
 from tests.cli.scripted_engine import ScriptedEngine
 

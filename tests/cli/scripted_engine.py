@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from octavo.core.prompts import TokensPrompt
+from octavo.core.request import TokensPrompt
 from octavo.core.sampling_params import SamplingParams
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import chat
-from octavo.cli.chat_conversation import Conversation
-from octavo.cli.chat_history import HistoryFile, default_path
-from octavo.cli.chat_lines import Typed, read_messages
+from octavo.cli.chat import Conversation
+from octavo.cli.chat_terminal import HistoryFile, Typed, default_path, read_messages
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from tests.cli.scripted_engine import ScriptedEngine
 

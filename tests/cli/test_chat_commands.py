@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from octavo.cli import chat_files
-from octavo.cli.chat_commands import COMMANDS, SETTINGS, completions, help_text, run_command
-from octavo.cli.chat_conversation import Conversation
+from octavo.cli import chat as chat_files
+from octavo.cli.chat import COMMANDS, SETTINGS, Conversation, completions, help_text, run_command
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from tests.cli.scripted_engine import ScriptedEngine
 

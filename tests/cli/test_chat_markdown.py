@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from octavo.cli import chat_markdown
-from octavo.cli.chat_display import MarkdownDisplay, PlainDisplay, choose_display
-from octavo.cli.chat_markdown import GrowingMarkdown, Piece, Shown, split
-from octavo.cli.terminal_text import printable
+from octavo.cli import chat_terminal as chat_markdown
+from octavo.cli.chat_terminal import GrowingMarkdown, MarkdownDisplay, Piece, PlainDisplay, Shown, choose_display, split
+from octavo.cli.inputs import printable
 from tests.cli.terminal import Screen
 
 DOCUMENT = (Path(__file__).parent / "answer.md").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from octavo import LLM, PoolingParams
 from octavo.cli import embed as embed_command
 from octavo.cli import rerank
 from octavo.cli.embed import embed
-from octavo.cli.text_rows import TextRow, TextSource
+from octavo.cli.inputs import TextRow, TextSource
 from octavo.core.errors import ConfigError
 from tests.embedding_models import HIDDEN_SIZE, MAX_TOKENS, make_encoder
 

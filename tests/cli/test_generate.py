@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo.cli.prompt_files import read_jobs
-from octavo.cli.terminal_text import for_output
+from octavo.cli.inputs import for_output, read_jobs
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.outputs import RequestOutput
 from tests.adapters import write_adapter
@@ -282,8 +281,8 @@ def test_words_after_two_hyphens_are_prompts(octavo: Run, capsys: Capture, tiny_
 
 
 def test_sampling_flags_reach_the_request() -> None:
+    from octavo.cli.flags import read_sampling_params
     from octavo.cli.generate import DEFAULTS, make_parser
-    from octavo.cli.sampling_flags import read_sampling_params
 
     argv = "--temperature 0.5 --top-p 0.9 --top-k 3 --max-tokens none --seed 7 --stop a --stop b --n 2 --logprobs 4"
     argv += ' --stop-token-ids 5,6 --logit-bias {"3":-1} --ignore-eos --no-skip-special-tokens --bad-words w'
@@ -296,7 +295,7 @@ def test_sampling_flags_reach_the_request() -> None:
 
 
 def test_engine_flags_reach_the_configuration() -> None:
-    from octavo.cli.engine_flags import read_engine_config
+    from octavo.cli.flags import read_engine_config
     from octavo.cli.generate import make_parser
 
     argv = "--max-num-seqs 3 --no-enable-chunked-prefill --engine-seed 9 --seed 1 --dtype float32 --max-model-len none"
@@ -306,7 +305,7 @@ def test_engine_flags_reach_the_configuration() -> None:
 
 
 def test_a_flag_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo.cli.engine_flags import read_engine_config
+    from octavo.cli.flags import read_engine_config
     from octavo.cli.generate import make_parser
 
     monkeypatch.setenv("OCTAVO_BLOCK_SIZE", "8")
@@ -341,7 +340,7 @@ def documented(action: argparse.Action) -> str | None:
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_the_documented_defaults_are_the_real_ones(command: str) -> None:
-    from octavo.cli.sampling_flags import HELP, read_sampling_params
+    from octavo.cli.flags import HELP, read_sampling_params
 
     module = importlib.import_module(f"octavo.cli.{command}")
     parser = module.make_parser()

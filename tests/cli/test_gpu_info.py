@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octavo.cli import info
-from octavo.kernels.torch_limits import DeviceLimits
+from octavo.kernels.torch_backend import DeviceLimits
 from octavo.lab.bench.gpu_scale import TINY
 
 Run = Callable[..., int]
@@ -49,7 +49,7 @@ def test_limits_of_a_gpu_need_no_compiled_kernels(
     octavo: Run, capsys: pytest.CaptureFixture[str], card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = DeviceLimits(device="Test Card", copy_gb_s=4300.0, read_gb_s=4100.0, bf16_tflops=788.04)
-    monkeypatch.setattr("octavo.kernels.torch_limits.measure_device", lambda device: measured)
+    monkeypatch.setattr("octavo.kernels.torch_backend.measure_device", lambda device: measured)
     monkeypatch.setattr(info, "find_spec", lambda name: None)
     assert octavo("info", "--device", "cpu", "--limits", "--json", "-") == 0
     limits = json.loads(capsys.readouterr().out)["limits"]

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.cli.chat_commands import run_command
-from octavo.cli.chat_conversation import Conversation
-from octavo.core.config import EngineConfig
+from octavo.cli.chat import Conversation, run_command
+from octavo.config.engine_config import EngineConfig
 from octavo.engine.llm_engine import LLMEngine
 from octavo.engine.model_files import find_files
 from tests.image_models import picture, save_llava

@@ -16,7 +16,7 @@ import pytest
 import octavo as package
 from octavo.cli.main import COMMANDS
 from octavo.runner import memory
-from octavo.runner.cgroups import MemoryLimit
+from octavo.runner.memory import MemoryLimit
 from tests.busy_machine import PATIENCE, held_up, once_in_three
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import chat, generate, serve
-from octavo.cli.other_names import NO_COUNTERPART, OTHER_FLAGS, own_flags
+from octavo.cli.parsing import NO_COUNTERPART, OTHER_FLAGS, own_flags
 from octavo.lab.commands import bench
 
 Run = Callable[..., int]

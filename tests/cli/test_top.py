@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from octavo.cli.main import main
-from octavo.cli.top_view import StepHistory, render
-from octavo.core.engine_view import (
+from octavo.cli.top import StepHistory, render
+from octavo.core.stats import (
     AdapterSlot,
+    AdapterStats,
     BlockMap,
     BlockRun,
     Change,
@@ -22,9 +23,9 @@ from octavo.core.engine_view import (
     EngineView,
     GroupRow,
     ReplicaRow,
+    SchedulerState,
     StepRecord,
 )
-from octavo.core.stats import AdapterStats, SchedulerState
 
 
 def event(num_blocks: int = 20, bin_size: int = 0) -> EngineEvent:

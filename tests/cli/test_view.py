@@ -11,7 +11,7 @@ import pytest
 
 from octavo.cli.main import main
 from octavo.cli.view import make_server
-from octavo.server.ui_files import POLICY
+from octavo.server.page import POLICY
 
 RECORDING = b'{"format":"octavo-recording","version":1,"title":"a run"}\n'
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from octavo.compat.vllm.argument_parser import FlexibleArgumentParser
-from octavo.compat.vllm.engine_args import DEFAULTS, AsyncEngineArgs, EngineArgs, given_options
-from octavo.core.config import EngineConfig
+from octavo.compat.vllm.engine_args import DEFAULTS, AsyncEngineArgs, EngineArgs, FlexibleArgumentParser, given_options
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError
 
 

@@ -26,7 +26,7 @@ from octavo.compat.vllm import (
     PoolingParams,
     PoolingRequestOutput,
 )
-from octavo.compat.vllm.pooling import PoolerConfig, print_embeddings
+from octavo.compat.vllm.engines import PoolerConfig, print_embeddings
 from octavo.core.errors import ConfigError, InvalidRequestError
 from tests.embedding_models import HIDDEN_SIZE, make_encoder
 

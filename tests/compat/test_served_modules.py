@@ -14,8 +14,7 @@ from types import ModuleType
 import pytest
 
 import octavo.compat.vllm as compat
-from octavo.compat.vllm.importer import NoCounterpartError
-from octavo.compat.vllm.served_modules import ABSENT_MODULES, ABSENT_NAMES, SERVED
+from octavo.compat.vllm.importer import ABSENT_MODULES, ABSENT_NAMES, SERVED, NoCounterpartError
 
 
 @pytest.fixture

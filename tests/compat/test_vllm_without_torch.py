@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from octavo.compat.vllm.batch_processors import AdapterLogitsProcessor, BatchProcessors
-from octavo.compat.vllm.profiling import Profiler
+from octavo.compat.vllm.engines import Profiler
+from octavo.compat.vllm.helpers import AdapterLogitsProcessor, BatchProcessors
 from octavo.core.errors import ConfigError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.core.bounded_file import read_bounded
 from octavo.core.errors import ConfigError
+from octavo.core.files import read_bounded
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 16, (1 << 16) + 1, 200_000])

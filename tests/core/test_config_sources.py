@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config
+from octavo.cli.flags import add_engine_flags, read_engine_config
 from octavo.cli.parsing import Arguments, Parser
-from octavo.core.config import PARTS, EngineConfig, SchedulerOptions, make_config
-from octavo.core.config_sources import RESERVED_VARIABLES, parse_option, resolve_config
+from octavo.config.engine_config import PARTS, EngineConfig, make_config
+from octavo.config.options import SchedulerOptions
+from octavo.config.sources import RESERVED_VARIABLES, parse_option, resolve_config
 from octavo.core.errors import ConfigError, OctavoError
 
 

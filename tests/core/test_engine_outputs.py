@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput, SequenceOutput
-from octavo.core.progress import AdmissionStats
+from octavo.core.plan import EngineCoreOutputs, GroupOutput, SequenceOutput
+from octavo.core.request import AdmissionStats
 
 
 def outputs() -> EngineCoreOutputs:

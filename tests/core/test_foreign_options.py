@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config
+from octavo.cli.flags import add_engine_flags, read_engine_config
 from octavo.cli.parsing import Parser
-from octavo.core.config import EngineConfig, make_config
-from octavo.core.config_sources import parse_option, resolve_config
+from octavo.config.engine_config import EngineConfig, make_config
+from octavo.config.server_options import ServerOptions
+from octavo.config.sources import parse_option, resolve_config
 from octavo.core.errors import ConfigError
-from octavo.core.foreign_options import ALIASES, FOREIGN_OPTIONS, OTHER_NAMES, own_options
-from octavo.core.server_options import ServerOptions
+from octavo.core.request import ALIASES, FOREIGN_OPTIONS, OTHER_NAMES, own_options
 
 PLAIN = EngineConfig(model="m")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from octavo.core.interrupts import HeldInterrupts, holding_interrupts
+from octavo.process.interrupts import HeldInterrupts, holding_interrupts
 from tests.busy_machine import PATIENCE
 
 
@@ -98,7 +98,7 @@ def test_a_block_in_another_thread_holds_nothing_back() -> None:
 def test_a_second_interrupt_ends_the_process_if_it_comes_soon(impatience: float, end: tuple[int, str]) -> None:
     program = f"""
 import signal
-from octavo.core import interrupts
+from octavo.process import interrupts
 interrupts.IMPATIENCE = {impatience}
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
@@ -115,7 +115,7 @@ except KeyboardInterrupt:
 def test_a_second_interrupt_ends_the_process_in_the_middle_of_a_long_kernel() -> None:
     program = """
 import hashlib, os, signal, threading, time
-from octavo.core import interrupts
+from octavo.process import interrupts
 signal.signal(signal.SIGINT, signal.default_int_handler)
 interrupts.IMPATIENCE = 1e9
 
@@ -134,7 +134,7 @@ with interrupts.HeldInterrupts():
 def test_a_forked_process_is_watched_by_itself() -> None:
     program = """
 import os, signal
-from octavo.core import interrupts
+from octavo.process import interrupts
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with interrupts.HeldInterrupts():
     pass

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from octavo.core.config import make_config
-from octavo.core.config_sources import resolve_config
+from octavo.config.engine_config import IDLE_OPTIONS, REFUSED_OPTIONS, idle_options, make_config
+from octavo.config.options import StructuredOutputsConfig
+from octavo.config.sources import resolve_config
 from octavo.core.errors import ConfigError
-from octavo.core.idle_options import IDLE_OPTIONS, REFUSED_OPTIONS, idle_options
-from octavo.core.structured_outputs_options import StructuredOutputsConfig
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.llm import LLM
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.kv_spec import KVSpec, LayerGroup, group_layers
+from octavo.config.kv_spec import KVSpec, LayerGroup, group_layers
 
 FULL, WINDOWED = KVSpec("full", 2, 8, "bfloat16"), KVSpec("sliding", 2, 8, "bfloat16", window=16)
 

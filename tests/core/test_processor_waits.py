@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from octavo.core.processor_waits import ProcessorWaits
+from octavo.process.children import ProcessorWaits
 from tests.busy_machine import eventually
 
 SPIN = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from octavo.core.engine_view import EngineEvent
-from octavo.core.recordings import read_recording
+from octavo.core.stats import EngineEvent, read_recording
 
 #: As it was written before views named requests.
 _OLD = """\

@@ -7,12 +7,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from octavo.core.adapters import LoRARequest, PromptAdapterRequest
 from octavo.core.errors import AdapterError, InvalidRequestError
-from octavo.core.messages import Add, ToCore
-from octavo.core.pooling_params import PoolingParams
-from octavo.core.request import EngineCoreRequest, Pool
-from octavo.core.request_options import KEYWORDS, RequestOptions, options_for_each, options_from_keywords
+from octavo.core.outputs import PoolingParams
+from octavo.core.request import (
+    KEYWORDS,
+    EngineCoreRequest,
+    LoRARequest,
+    Pool,
+    PromptAdapterRequest,
+    RequestOptions,
+    options_for_each,
+    options_from_keywords,
+)
+from octavo.engine.messages import Add, ToCore
 
 
 def test_keywords_are_the_fields_and_none_is_the_default() -> None:

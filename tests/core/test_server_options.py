@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from octavo.core.config_sources import resolve_config, resolve_server_options
+from octavo.config.server_options import ServerOptions
+from octavo.config.sources import resolve_config, resolve_server_options
 from octavo.core.errors import ConfigError
-from octavo.core.server_options import ServerOptions
 
 #: A text for each option, other than its default.
 TEXTS = {

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config
+from octavo.cli.flags import add_engine_flags, read_engine_config
 from octavo.cli.parsing import Parser
-from octavo.core.config import EngineConfig, SpeculativeConfig, make_config
-from octavo.core.config_sources import resolve_config
+from octavo.config.engine_config import EngineConfig, make_config
+from octavo.config.options import SpeculativeConfig
+from octavo.config.sources import resolve_config
 from octavo.core.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from octavo.core.config import make_config
-from octavo.core.config_sources import resolve_config
+from octavo.config.engine_config import make_config
+from octavo.config.sources import resolve_config
 from octavo.core.errors import ConfigError
 
 COMPACT = {"backend": "xgrammar", "disable_any_whitespace": True, "disable_additional_properties": False}

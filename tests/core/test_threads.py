@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from octavo.core.threads import finish_in_thread
+from octavo.process.children import finish_in_thread
 from tests.busy_machine import PATIENCE
 
 

@@ -17,8 +17,8 @@ import pytest
 
 import octavo.data
 from octavo import LLM, ConfigError, PoolingParams, SamplingParams
-from octavo.data.file_formats import JsonLines, find_files
-from octavo.data.generator import Columns, Generator, RowAnswer, Vectors
+from octavo.data.runs import JsonLines, find_files
+from octavo.data.stage import Columns, Generator, RowAnswer, Vectors
 from tests.busy_machine import PATIENCE, eventually
 from tests.embedding_models import make_encoder
 from tests.engine.test_recovery import Killer

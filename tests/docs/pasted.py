@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from octavo.loader.model_cache import cache_dir
+from octavo.loader.files import cache_dir
 from tests.busy_machine import PATIENCE
 from tests.docs.snippets import ROOT, Block
 

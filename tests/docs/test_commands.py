@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 import pytest
 
 from octavo.cli.main import COMMANDS, LAB_COMMANDS, OTHER_COMMANDS
-from octavo.cli.other_names import OTHER_FLAGS
-from octavo.cli.parsing import Parser
+from octavo.cli.parsing import OTHER_FLAGS, Parser
 from tests.docs.snippets import PAGES, ROOT, Command, commands
 
 EVERY = list(dict.fromkeys(command for page in PAGES for command in commands(page)))

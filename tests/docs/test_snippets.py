@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from octavo.core.config_sources import OPTIONS
+from octavo.config.sources import OPTIONS
 from tests.docs.snippets import PAGES, Block, blocks
 from tests.server.running_server import Running, running
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.policies.policy import Policy
+from octavo.scheduler.policies import Policy
 
 #: Users at whose requests the process ends: when one arrives, when its place among the waiting is asked for, when it is
 #: admitted, and when it has got 5 tokens.

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from octavo import LLM, RequestOutput, SamplingParams
-from octavo.core.adapters import LoRARequest
-from octavo.loader.adapters.targets import AdapterTargets
+from octavo.core.request import LoRARequest
+from octavo.loader.adapters import AdapterTargets
 from octavo.models.config_files import read_model_config
 from tests.runner.test_adapter_store import make_adapter
 from tests.small_llama import save_distinct_llama

@@ -9,10 +9,16 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis.strategies import integers, sampled_from
 
-from octavo.core.adapters import AdapterRef, LoRARequest
 from octavo.core.errors import AdapterConflictError, AdapterError, AdapterNotFoundError, ConfigError
-from octavo.engine.adapter_folder import AdapterResolver, FolderResolver, allowed_path, find_by_name, make_resolver
-from octavo.engine.adapter_registry import AdapterRegistry
+from octavo.core.request import AdapterRef, LoRARequest
+from octavo.engine.adapters import (
+    AdapterRegistry,
+    AdapterResolver,
+    FolderResolver,
+    allowed_path,
+    find_by_name,
+    make_resolver,
+)
 
 
 def make(enabled: bool = True, reads: list[str] | None = None) -> AdapterRegistry:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from octavo import LLM
-from octavo.core.adapters import LoRARequest
+from octavo.core.request import LoRARequest
 from tests.models.zoo import PARAMS, PROMPTS, SMALL, TOLERANCE, answer_of, logits_of, prompts_of
 
 RANKS = (1, 8, 64)

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo import LLM, SamplingParams
-from octavo.core.encoder_input import EncoderInput
-from octavo.core.request_options import RequestOptions
+from octavo.core.request import EncoderInput, RequestOptions
 from octavo.models.whisper import FEATURES
 from tests.models.test_encoder_decoders import save, whisper
 

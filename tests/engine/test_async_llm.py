@@ -36,14 +36,16 @@ from octavo import (
     SamplingParams,
     WeightError,
 )
-from octavo.core.config import make_config
-from octavo.core.messages import Add, ToCore, check_sendable
-from octavo.core.request_options import RequestOptions
+from octavo.config.engine_config import make_config
+from octavo.core.request import RequestOptions
 from octavo.core.stats import StepStats
-from octavo.engine import async_engine, core_client, front_end, watchdog
+from octavo.engine import async_llm as async_engine
+from octavo.engine import core_client, front_end
+from octavo.engine import core_client as watchdog
 from octavo.engine.core_process import _check_messages
 from octavo.engine.core_start import CoreProcess
 from octavo.engine.front_end import FrontEnd
+from octavo.engine.messages import Add, ToCore, check_sendable
 from tests.busy_machine import PATIENCE, once_in_three
 from tests.engine_state import client_of, core_process_of
 
@@ -767,7 +769,7 @@ def test_an_idle_engine_uses_no_processor_time(shared: Shared) -> None:
 PARENT = """
 import asyncio, json, sys
 from octavo import AsyncLLM, SamplingParams
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.engine.core_start import CoreProcess
 from octavo.engine.front_end import FrontEnd
 

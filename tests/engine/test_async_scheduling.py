@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from octavo import LLM, AsyncLLM, BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.plan import StepPlan, StepResult
 from octavo.executor.executor import Executor, PendingStep
 from tests.busy_machine import PATIENCE

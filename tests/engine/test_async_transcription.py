@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from octavo.core.request_options import RequestOptions
-from octavo.engine import async_transcription
-from octavo.engine.async_transcription import AsyncTranscription
+from octavo.core.request import RequestOptions
+from octavo.engine import transcription as async_transcription
+from octavo.engine.transcription import AsyncTranscription
 from octavo.speech.audio_files import OpenedAudio
-from octavo.speech.transcription import transcribe
-from octavo.speech.transcription_params import TranscriptionParams
+from octavo.speech.transcription import TranscriptionParams, transcribe
 from tests.busy_machine import PATIENCE
 from tests.speech.fake_speech import CODEC, KNOWN
 

@@ -8,9 +8,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
-from octavo.engine import template_program
+from octavo.engine import chat_messages as template_program
+from octavo.engine.chat_messages import HERMES
 from octavo.engine.chat_template import choose_template, load_chat_templates, render_chat
-from octavo.engine.tool_messages import HERMES
 
 CHATML = """{% for message in messages %}
     {%- if loop.first and message['role'] != 'system' -%}

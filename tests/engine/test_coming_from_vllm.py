@@ -290,7 +290,7 @@ def test_it_is_refused_with_the_reason(program: str, reason: str, names: dict[st
 
 
 def test_the_page_of_differences_names_options_of_the_table() -> None:
-    from octavo.core.foreign_options import FOREIGN_OPTIONS
+    from octavo.core.request import FOREIGN_OPTIONS
 
     page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
     table = page.split("| option | accepted | otherwise |")[1].split("\n\n")[0]
@@ -300,8 +300,8 @@ def test_the_page_of_differences_names_options_of_the_table() -> None:
 
 
 def test_without_a_tokenizer_ids_go_in_and_come_out(tiny_model: Path, tmp_path: Path, names: dict[str, Any]) -> None:
-    from octavo.engine.find_tokenizer import SkippedTokenizer
-    from octavo.server.logprobs import LogprobsTracker, TokenNames, make_completion_logprobs
+    from octavo.engine.tokenizer import SkippedTokenizer
+    from octavo.server.generation import LogprobsTracker, TokenNames, make_completion_logprobs
 
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(tiny_model / name)
@@ -319,7 +319,7 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(tiny_model: Path, tmp_path: 
 
 
 def test_half_precision_is_float16(tiny_model: Path) -> None:
-    from octavo.core.config_sources import resolve_config
+    from octavo.config.sources import resolve_config
 
     for given in ("half", "float16", __import__("torch").float16):
         assert resolve_config({"model": "m", "dtype": given}, environ={}).dtype == "float16"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.core.kv_groups import window_blocks
+from octavo.config.kv_spec import window_blocks
 from octavo.core.stats import SchedulerStats
 
 WINDOW, BLOCK, BUDGET = 8, 4, 16

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.errors import ConfigError
-from octavo.data.generator import Columns, Generator
+from octavo.data.stage import Columns, Generator
 from octavo.engine.async_llm import AsyncLLM
 
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_num_seqs": 4}

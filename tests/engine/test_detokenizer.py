@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.detokenizer import IncrementalDetokenizer
-from octavo.engine.tokenizer import Tokenizer, load_tokenizer
+from octavo.engine.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 from octavo.loader.resolve import resolve_model
 from tests.busy_machine import once_in_three
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import ConfigError, ModelNotFoundError
+from octavo.core.sampling_params import BeamSearchParams
 from octavo.core.stats import SpeculationStats
 from octavo.runner import loaded_model
-from octavo.runner.draft_model import DraftModel
+from octavo.runner.drafters import DraftModel
 from octavo.runner.model_runner import ModelRunner
 from tests.engine import test_grammars_engine as forms
 from tests.engine.test_drafts_engine import PARAMS, PROMPTS, load

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import InvalidRequestError
+from octavo.core.sampling_params import BeamSearchParams
 from octavo.engine import core
 from octavo.scheduler.groups import Sequence
 from octavo.speculation.drafter import DraftedSequence, Drafter

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from octavo import LLM, RequestOutput, SamplingParams
-from octavo.core.adapters import LoRARequest
-from octavo.core.beam_search_params import BeamSearchParams
 from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
-from octavo.loader.adapters.targets import AdapterTargets
+from octavo.core.request import LoRARequest
+from octavo.core.sampling_params import BeamSearchParams
+from octavo.loader.adapters import AdapterTargets
 from octavo.models.config_files import read_model_config
 from octavo.runner import loaded_model
-from octavo.runner.eagle_drafter import EagleDrafter
+from octavo.runner.drafters import EagleDrafter
 from octavo.runner.network_drafter import Drafts
 from tests.models.eagle_heads import TARGET, Head, Reference, eagle1, eagle3
 from tests.random_mixes import random_params

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octavo import LLM, BeamSearchParams, SamplingParams
-from octavo.core.encoder_input import EncoderInput
+from octavo.core.request import EncoderInput
 from octavo.models.whisper import FEATURES
 from tests.loader.test_marian_tokenizer import VOCABULARY
 from tests.loader.test_marian_tokenizer import folder as marian_files

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo import LLM, BeamSearchParams, InvalidRequestError, LLMEngine, RequestOutput, SamplingParams
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.errors import InsufficientMemoryError
 from octavo.core.request import EngineCoreRequest
 from octavo.core.sampling_params import RequestOutputKind

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from octavo.core.errors import InvalidRequestError
 from octavo.engine.tokenizer import Tokenizer
-from octavo.loader.sentencepiece_model import BYTE, CONTROL, NORMAL, SentencePieceModel
+from octavo.loader.sentencepiece import BYTE, CONTROL, NORMAL, SentencePieceModel
 
 
 def byte_level(*special: str, config: dict[str, Any] | None = None) -> Tokenizer:

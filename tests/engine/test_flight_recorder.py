@@ -8,7 +8,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.engine.flight_recorder import FlightRecorder, read_recorder, recorder_memory
+from octavo.engine.blame import FlightRecorder, read_recorder, recorder_memory
 
 #: Two sequences of each group.
 _STEPS = st.lists(st.sampled_from([[0, 1, 2], [2, 1, 0], [2, 3], [4], [0, 1, 2, 3, 4, 5]]), max_size=12)

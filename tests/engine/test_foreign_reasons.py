@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from octavo import LLM, AsyncLLM, BeamSearchParams, SamplingParams, TokensPrompt
-from octavo.core.config import EngineConfig
-from octavo.core.foreign_options import FOREIGN_KEYWORDS, FOREIGN_OPTIONS
-from octavo.core.request_options import KEYWORDS
+from octavo.config.engine_config import EngineConfig
+from octavo.config.options import SpeculativeConfig
+from octavo.core.request import FOREIGN_KEYWORDS, FOREIGN_OPTIONS, KEYWORDS
 from octavo.core.sampling_params import FOREIGN_FIELDS
-from octavo.core.speculative_options import SpeculativeConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 64, "block_size": 4, "num_threads": 1}

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from octavo import LLM, AsyncLLM, BeamSearchParams, InvalidRequestError, LLMEngine, SamplingParams
-from octavo.core.config import SchedulerOptions, make_config
+from octavo.config.engine_config import make_config
+from octavo.config.options import SchedulerOptions
+from octavo.core.garbage import IdleCollector, exclude_from_gc
 from octavo.core.plan import StepResult
 from octavo.core.request import EngineCoreRequest, Generate
-from octavo.core.untracked import untracked
-from octavo.engine.garbage import IdleCollector
 from octavo.lab.bench.collector_cost import Collections, settled_collector
 from octavo.memory.block_manager import BlockManager
 from octavo.models.decoder import Decoder
@@ -183,7 +183,7 @@ def test_an_untracked_list_is_freed_like_any_other() -> None:
         def __del__(self) -> None:
             Freed.count += 1
 
-    values = untracked([Freed(1)])
+    values = exclude_from_gc([Freed(1)])
     assert not gc.is_tracked(values)
     values.append(Freed(2))
     assert not gc.is_tracked(values)

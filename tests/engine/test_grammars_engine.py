@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
-from octavo.core.structured_outputs import Grammar
+from octavo.core.sampling_params import Grammar
 from octavo.grammar.compiler import GrammarCompiler
 from tests.grammar_cases import PERSON, generate, json_form, load, regex_form
 from tests.whole_outputs import all_of

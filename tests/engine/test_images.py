@@ -18,7 +18,7 @@ import torch
 
 from octavo import LLM, AsyncLLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.errors import InvalidRequestError
-from octavo.core.request_options import RequestOptions
+from octavo.core.request import RequestOptions
 from octavo.images import image_reader
 from tests.image_models import picture, save_gemma3, save_llava, save_smolvlm
 from tests.images.image_cases import file_of
@@ -266,7 +266,7 @@ def not_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sandboxes() -> int:
-    return sum("octavo.sandbox.process" in child.cmdline() for child in psutil.Process().children())
+    return sum("octavo.process.sandbox_process" in child.cmdline() for child in psutil.Process().children())
 
 
 @pytest.mark.usefixtures("not_here")

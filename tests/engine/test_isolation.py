@@ -15,7 +15,7 @@ from octavo.engine.llm_engine import LLMEngine
 from octavo.scheduler import scheduler as scheduler_module
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.queues import Queues
+from octavo.scheduler.queues import SchedulingState
 from octavo.scheduler.running import Running
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_results import Results
@@ -71,11 +71,11 @@ def after(patch: pytest.MonkeyPatch, owner: Any, name: str, guilty: Callable[...
 #: Where the scheduler raises, at the beginning of the request or when it has 5 tokens.
 PLACES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "add": lambda p: before(p, Scheduler, "add", lambda s, request: request.options.user == POISON),
-    "after it was added": lambda p: after(p, Queues, "add", lambda q, request: request.options.user == POISON),
+    "after it was added": lambda p: after(p, SchedulingState, "add", lambda q, request: request.options.user == POISON),
     "admission": lambda p: before(p, Admission, "admit_waiting", lambda a, group, step: is_poison(group)),
     "look-up of the prefix": lambda p: before(p, Admission, "_match", lambda a, group: is_poison(group)),
-    "when it was admitted": lambda p: after(p, Queues, "start_running", lambda q, group: is_poison(group)),
-    "in the middle of admission": lambda p: after(p, Queues, "_remove", lambda q, group: is_poison(group)),
+    "when it was admitted": lambda p: after(p, SchedulingState, "start_running", lambda q, group: is_poison(group)),
+    "in the middle of admission": lambda p: after(p, SchedulingState, "_remove", lambda q, group: is_poison(group)),
     "schedule": lambda p: before(p, Scheduler, "schedule", holds_poison),
     "schedule, with 5 tokens": lambda p: before(p, Scheduler, "schedule", lambda s: holds_poison(s, 5)),
     "a plan that is lost": lambda p: after(p, Scheduler, "schedule", lambda s: holds_poison(s, 5)),
@@ -90,7 +90,7 @@ PLACES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "registering": lambda p: before(
         p, Results, "_register_filled", lambda r, step: any(is_poison(seq.group) for seq, _ in step.filled)
     ),
-    "its end": lambda p: before(p, Queues, "end_sequence", lambda q, seq, status: is_poison(seq.group)),
+    "its end": lambda p: before(p, SchedulingState, "end_sequence", lambda q, seq, status: is_poison(seq.group)),
 }
 
 
@@ -173,7 +173,7 @@ def test_an_abort_at_which_the_scheduler_raises(tiny_model: Path, monkeypatch: p
     llm.add_request("poison", "x", LONG, user=POISON)
     first = llm.step()
     with monkeypatch.context() as patch:
-        before(patch, Queues, "end_group", lambda q, group, status: is_poison(group))
+        before(patch, SchedulingState, "end_group", lambda q, group, status: is_poison(group))
         llm.abort_request("poison")
         outputs = [output for output, _ in finish_from(llm, [o for o in first if o.request_id != "poison"])]
     assert [everything(output) for output in outputs] == whole

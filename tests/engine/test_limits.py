@@ -90,7 +90,7 @@ def test_memory_that_runs_out_before_the_weights_is_an_error_of_our_own(
     for step in (
         "engine.model_files.default_sampling",
         "engine.model_files.find_tokenizer",
-        "loader.stored_head.read_model_config",
+        "loader.weights.read_model_config",
     ):
         with monkeypatch.context() as patch:
             patch.setattr(f"octavo.{step}", fails)

@@ -10,8 +10,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from octavo.core.errors import InvalidRequestError
+from octavo.engine.chat_messages import HERMES
 from octavo.engine.chat_template import render_and_read, render_chat
-from octavo.engine.tool_messages import HERMES
 
 #: Templates with the constructs of published ones.
 TEMPLATES = {

@@ -8,13 +8,11 @@ import time
 
 import pytest
 
-from octavo.core.engine_outputs import EngineCoreOutputs, SequenceOutput
 from octavo.core.outputs import RequestOutput
-from octavo.core.plan import PositionLogprobs, SequenceResult
+from octavo.core.plan import EngineCoreOutputs, PositionLogprobs, SequenceOutput, SequenceResult
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
-from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.request_state import RequestState
+from octavo.engine.output_processor import OutputProcessor, RequestState
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.loader.resolve import resolve_model
 from tests.busy_machine import once_in_three

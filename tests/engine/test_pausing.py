@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, AsyncLLM, ConfigError, EngineDeadError, RequestOutput, SamplingParams
-from octavo.core.beam_search_params import BeamSearchParams
+from octavo.core.sampling_params import BeamSearchParams
 from octavo.engine.async_llm import PauseMode
 from tests.engine_state import core_process_of
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.outputs import CompletionOutput
-from octavo.core.preparation import KINDS, Limits, Preparation, PreparationKind
-from octavo.core.request import EngineCoreRequest
+from octavo.core.request import KINDS, EngineCoreRequest, Limits, Preparation, PreparationKind
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm_engine import LLMEngine
 from octavo.runner.preparers import Preparer, PreparerContext

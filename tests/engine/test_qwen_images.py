@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo import LLM, RequestOutput, SamplingParams
-from octavo.models.vision.pixels import patch_rows
+from octavo.models.vision import patch_rows
 from tests.image_models import picture, save_qwen2_5_vl
 from tests.models.tower_harness import CLIP_PIXELS
 from tests.whole_outputs import all_of

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from octavo.core.errors import InvalidRequestError
-from octavo.engine import request_templates
-from octavo.engine.chat_template import render_and_read
-from octavo.engine.request_templates import render_in_sandbox, variables_in_sandbox
-from octavo.engine.tool_messages import HERMES
-from octavo.sandbox.pool import Sandbox
+from octavo.engine import chat_template as request_templates
+from octavo.engine.chat_messages import HERMES
+from octavo.engine.chat_template import render_and_read, render_in_sandbox, variables_in_sandbox
+from octavo.process.sandbox import Sandbox
 from tests.busy_machine import PATIENCE
 
 HELLO = [{"role": "user", "content": "hello \ud83d", "name": "Ann"}]

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from octavo import BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.request import EngineCoreRequest
 from octavo.core.sampling_params import RequestOutputKind
 from octavo.engine.core import EngineCore

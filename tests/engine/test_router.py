@@ -7,8 +7,8 @@ import tracemalloc
 
 import pytest
 
-from octavo.core.config import EngineConfig
-from octavo.engine.router import Router, Routing, router_of
+from octavo.config.engine_config import EngineConfig
+from octavo.engine.replicas import Router, Routing, router_of
 
 BLOCK = 16
 

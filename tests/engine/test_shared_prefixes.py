@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from octavo import LLM, AsyncLLM, ConfigError, EngineStateError, InvalidRequestError, SamplingParams, StepStats
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 
 BLOCK = 8
 OPTIONS: dict[str, Any] = {"block_size": BLOCK, "num_gpu_blocks_override": 24, "max_model_len": 96, "max_num_seqs": 4}

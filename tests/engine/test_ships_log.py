@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.core.adapters import LoRARequest
+from octavo.core.request import LoRARequest
 from tests.models.zoo import TOLERANCE, answer_of, logits_of
 
 ADAPTER = Path(__file__).parents[1] / "data" / "ships-log"

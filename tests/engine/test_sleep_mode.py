@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.errors import ConfigError, EngineStateError, InvalidRequestError, WeightError
 from octavo.engine.async_llm import AsyncLLM
-from octavo.runner.cuda_sleep import put_to_sleep
-from octavo.server.api_errors import as_api_error
+from octavo.runner.cuda import put_to_sleep
+from octavo.server.http.errors import as_api_error
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 

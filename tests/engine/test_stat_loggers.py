@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, ConfigError, SamplingParams, StepStats
-from octavo.engine.step_loop import StepLoop
+from octavo.engine.core import StepLoop
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_gpu_blocks_override": 32, "max_num_seqs": 4}
 PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

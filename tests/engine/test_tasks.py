@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo import LLM, InvalidRequestError, SamplingParams
-from octavo.core.pooling_params import PoolingParams
+from octavo.core.outputs import PoolingParams
 from octavo.core.request import EngineCoreRequest, Generate, Pool
 from octavo.engine.core import EngineCore
 from octavo.engine.llm_engine import LLMEngine

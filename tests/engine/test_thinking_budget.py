@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from octavo import LLM, InvalidRequestError, SamplingParams
-from octavo.core.reasoning import ThinkingBudget
-from octavo.engine.reasoning_marks import REASONING_MARKS
-from octavo.sampling.thinking_mask import ThinkingMask
+from octavo.core.model_config import ThinkingBudget
+from octavo.engine.chat_template import REASONING_MARKS
+from octavo.sampling.logits_processors import ThinkingMask
 from tests.grammar_cases import PERSON, json_form, load
 from tests.special_model import make_special_model
 

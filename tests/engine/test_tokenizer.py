@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from octavo import LLM, SamplingParams
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import InvalidRequestError, TokenizerError, UnsupportedModelError
-from octavo.engine.find_tokenizer import NoTokenizer, find_tokenizer
-from octavo.engine.tokenizer import Tokenizer, load_tokenizer
+from octavo.engine.tokenizer import NoTokenizer, Tokenizer, find_tokenizer, load_tokenizer
 from octavo.loader.resolve import resolve_model
 
 TEXTS = [

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from octavo.core.errors import InvalidRequestError
+from octavo.engine.chat_messages import HERMES, CallFormat
 from octavo.engine.chat_template import render_chat
-from octavo.engine.tool_messages import HERMES, CallFormat
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 ARGUMENTS = {"a": 1, "t": "é"}

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from octavo import LLM, SamplingParams
 from octavo.core.errors import AudioError, InvalidRequestError
 from octavo.speech.audio_files import AudioLimits, open_audio
-from octavo.speech.transcription_params import TranscriptionParams
+from octavo.speech.transcription import TranscriptionParams
 
 SPEECH = Path(__file__).resolve().parent.parent / "data" / "speech.ogg"
 MODEL = "whisper-tiny.en"
@@ -140,7 +140,7 @@ def test_special_tokens_in_a_prompt_are_left_out(llm: LLM) -> None:
 
 @pytest.mark.parametrize("rate", [48_000, pytest.param(8_000, marks=pytest.mark.slow)])
 def test_other_rates_and_channels(llm: LLM, speech: NDArray[np.float32], rate: int) -> None:
-    from octavo.speech.resampling import Resampler
+    from octavo.speech.audio_files import Resampler
 
     resampler = Resampler(16_000, rate)
     other = np.concatenate([resampler.feed(speech), resampler.finish()])
@@ -201,12 +201,7 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM, speech: NDArray[np.float32
 def test_answers_are_those_of_transformers(llm: LLM, speech: NDArray[np.float32]) -> None:
     """Token by token, with the weights as they are published and its own extractor and rules."""
     import torch
-    from transformers import (
-        GenerationConfig,
-        WhisperConfig,
-        WhisperFeatureExtractor,
-        WhisperForConditionalGeneration,
-    )
+    from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
     from octavo.loader.resolve import resolve_model
     from octavo.loader.weights import read_safetensors

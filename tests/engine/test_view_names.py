@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.core.engine_view import (
+from octavo.core.stats import (
     MAX_ADAPTER_NAMES,
     MAX_ID_LENGTH,
     MAX_REQUEST_IDS,
@@ -15,9 +15,9 @@ from octavo.core.engine_view import (
     Change,
     EngineView,
     GroupRow,
+    SchedulerState,
 )
-from octavo.core.stats import SchedulerState
-from octavo.engine.view_names import name_adapters, name_requests
+from octavo.engine.front_end import name_adapters, name_requests
 
 
 def row(group_id: int, preempted_for: int | None = None) -> GroupRow:

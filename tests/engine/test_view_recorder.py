@@ -6,9 +6,8 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.engine_view import MAX_ADAPTER_SLOTS, NUM_STEPS, BlockState, EngineView
-from octavo.core.stats import StepStats
-from octavo.engine.view_recorder import ViewRecorder
+from octavo.core.stats import MAX_ADAPTER_SLOTS, NUM_STEPS, BlockState, EngineView, StepStats
+from octavo.engine.core import ViewRecorder
 from tests.scheduler.fake_preparations import adapter_options, lora
 from tests.scheduler.fake_worker import Engine
 from tests.scheduler.test_scenarios import make, request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.engine.replica import Replica
+from octavo.engine.replicas import Replica
 
 
 class Waits:

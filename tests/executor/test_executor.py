@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.errors import EngineDeadError, InsufficientMemoryError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, Generate
-from octavo.core.startup import WorkerFacts
 from octavo.engine import core
 from octavo.engine.core import EngineCore
 from octavo.executor.executor import Executor, PendingStep
+from octavo.process.startup import WorkerFacts
 
 
 class Worker:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.errors import ConfigError, EngineDeadError
 from octavo.executor.worker import Worker, WorkerSpec
 from octavo.models.config_files import read_model_config

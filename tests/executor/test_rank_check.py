@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.errors import EngineDeadError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.executor import external
 from octavo.executor.external import ExternalLauncherExecutor
-from octavo.executor.rank_check import RankCheck, find_difference
-from octavo.executor.worker import WorkerSpec
+from octavo.executor.worker import RankCheck, WorkerSpec, find_difference
 from octavo.models.config_files import read_model_config
 
 PLACE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x"}

@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.errors import EngineDeadError, SequenceError
 from octavo.core.plan import StepPlan, StepResult
-from octavo.executor import broadcast, remote
-from octavo.executor.broadcast import Broadcast, Receiver
+from octavo.executor import channels as broadcast
+from octavo.executor import remote
+from octavo.executor.channels import Broadcast, Receiver
 from octavo.executor.remote import RemoteExecutor
 from octavo.executor.worker import WorkerSpec
 from octavo.executor.worker_loop import DONE, WorkerLoop

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from octavo.core.errors import EngineDeadError
-from octavo.executor.rendezvous import SECRET_BYTES, accept, connect
+from octavo.executor.channels import SECRET_BYTES, accept, connect
 
 SECRET = secrets.token_bytes(SECRET_BYTES)
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import transformers
 
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.executor.worker import WorkerSpec
 from octavo.models.config_files import read_model_config
 

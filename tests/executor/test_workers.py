@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from octavo import LLM, AsyncLLM, BeamSearchParams, SamplingParams
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.errors import ConfigError, EngineDeadError, WeightError
 from octavo.executor.worker import Worker
 from tests.busy_machine import eventually

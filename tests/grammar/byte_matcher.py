@@ -6,9 +6,9 @@ import random
 
 from llguidance import LLMatcher
 
-from octavo.core.structured_outputs import Grammar
-from octavo.grammar.compile import byte_tokenizer
-from octavo.grammar.parser_limits import parser_limits
+from octavo.core.sampling_params import Grammar
+from octavo.grammar.matcher import parser_limits
+from octavo.grammar.sources import byte_tokenizer
 
 #: The end-of-sequence token of the tokenizer.
 END = 256

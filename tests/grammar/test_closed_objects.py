@@ -10,8 +10,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from octavo import InvalidRequestError, StructuredOutputsParams
-from octavo.grammar.closed_objects import closed
-from octavo.grammar.compile import make_grammar
+from octavo.grammar.json_schema import closed
+from octavo.grammar.sources import make_grammar
 from tests.grammar.byte_matcher import accepts, generate
 from tests.grammar.random_schema import random_schema
 

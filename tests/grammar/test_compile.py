@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo import InvalidRequestError, SamplingParams, StructuredOutputsParams
-from octavo.grammar.compile import make_grammar
+from octavo.grammar.sources import make_grammar
 from tests.grammar.byte_matcher import accepts
 
 PERSON = {

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
+from octavo.config.options import StructuredOutputsConfig
 from octavo.core.errors import InvalidRequestError
-from octavo.core.structured_outputs import StructuredOutputsParams
-from octavo.core.structured_outputs_options import StructuredOutputsConfig
+from octavo.core.sampling_params import StructuredOutputsParams
 from octavo.grammar import compiler as module
-from octavo.grammar.compile import make_grammar
-from octavo.grammar.compiler import GrammarCompiler
-from octavo.grammar.forms import digest
-from octavo.sandbox import process
-from octavo.sandbox.pool import Sandbox
+from octavo.grammar.compiler import GrammarCompiler, digest
+from octavo.grammar.sources import make_grammar
+from octavo.process import sandbox_process as process
+from octavo.process.sandbox import Sandbox
 from tests.busy_machine import PATIENCE
 from tests.grammar.byte_matcher import accepts
 
@@ -113,7 +112,7 @@ def test_special_tokens_are_those_of_the_tokenizer(compiler: GrammarCompiler) ->
 
 def test_a_grammar_that_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def start() -> subprocess.Popen[bytes]:
-        little = "import llguidance, octavo.sandbox.process as p; p.MAX_MEMORY = 60 << 20; p.main()"
+        little = "import llguidance, octavo.process.sandbox_process as p; p.MAX_MEMORY = 60 << 20; p.main()"
         return subprocess.Popen(
             [sys.executable, "-c", little], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )

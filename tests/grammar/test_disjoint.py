@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from octavo.grammar.disjoint import Disjointness, separate
-from octavo.grammar.json_schema import every_schema
+from octavo.grammar.json_schema import Disjointness, every_schema, separate
 
 A = {"type": "object", "properties": {"k": {"const": "a"}}, "required": ["k"]}
 B = {"type": "object", "properties": {"k": {"const": "b"}}, "required": ["k"]}

@@ -19,9 +19,9 @@ from jsonschema.protocols import Validator
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
-from octavo.grammar.compile import make_grammar
+from octavo.core.sampling_params import Grammar, StructuredOutputsParams
 from octavo.grammar.json_schema import ANNOTATIONS, RELAXED, SUPPORTED
+from octavo.grammar.sources import make_grammar
 from tests.grammar.byte_matcher import accepts, generate
 from tests.grammar.random_schema import random_schema
 from tests.grammar.relaxed_schema import without_keywords

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from octavo import InvalidRequestError, StructuredOutputsParams
-from octavo.grammar.compile import make_grammar
 from octavo.grammar.notations import is_lark
+from octavo.grammar.sources import make_grammar
 from tests.grammar.byte_matcher import accepts
 
 JSON_GBNF = r"""

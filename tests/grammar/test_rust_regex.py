@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from octavo import InvalidRequestError, StructuredOutputsParams
-from octavo.core.structured_outputs import Grammar
-from octavo.grammar.compile import byte_tokenizer, make_grammar
+from octavo.core.sampling_params import Grammar
 from octavo.grammar.ecma_regex import RegexError, UnsupportedRegexError
-from octavo.grammar.rust_regex import search, whole_match
+from octavo.grammar.regex_automaton import search, whole_match
+from octavo.grammar.sources import byte_tokenizer, make_grammar
 from tests.grammar.byte_matcher import accepts
 
 

@@ -16,8 +16,8 @@ from jsonschema.protocols import Validator
 from jsonschema.validators import extend, validator_for
 
 from octavo import InvalidRequestError, StructuredOutputsParams
-from octavo.core.structured_outputs import Grammar
-from octavo.grammar.compile import make_grammar
+from octavo.core.sampling_params import Grammar
+from octavo.grammar.sources import make_grammar
 from tests.grammar.byte_matcher import accepts, generate
 from tests.grammar.generated_schemas import Schema, Shape, shapes
 from tests.grammar.relaxed_schema import without_keywords

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from octavo import InvalidRequestError, StructuredOutputsParams
-from octavo.core.structured_outputs import Grammar
-from octavo.grammar.compile import make_grammar
-from octavo.grammar.json_form import nesting
+from octavo.core.sampling_params import Grammar
+from octavo.grammar.json_schema import nesting
+from octavo.grammar.sources import make_grammar
 from tests.grammar.byte_matcher import END, accepts, make_matcher
 from tests.grammar.random_schema import random_schema
 

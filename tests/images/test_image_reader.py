@@ -15,8 +15,8 @@ from octavo.images import image_reader
 from octavo.images.image_files import ImageLimits
 from octavo.images.image_reader import ImageReader
 from octavo.images.processors import Gemma3Processor, Qwen2_5_VLProcessor
-from octavo.sandbox.pool import Sandbox
-from octavo.sandbox.process import SandboxAnswer
+from octavo.process.sandbox import Sandbox
+from octavo.process.sandbox_process import SandboxAnswer
 from tests.images.image_cases import bomb, file_of, noise, scene
 
 PROCESSOR = Qwen2_5_VLProcessor("<|image_pad|>", 28, 3136, 100_000, 3)
@@ -43,7 +43,7 @@ def test_a_file_becomes_what_the_processor_makes_of_its_pixels(reader: ImageRead
 def test_decoding_takes_place_in_another_process(reader: ImageReader) -> None:
     reader.process(file_of(scene(9, 9)), PROCESSOR).result()
     children = psutil.Process(os.getpid()).children()
-    assert any("octavo.sandbox.process" in child.cmdline() for child in children)
+    assert any("octavo.process.sandbox_process" in child.cmdline() for child in children)
 
 
 def test_errors_name_the_image(reader: ImageReader) -> None:

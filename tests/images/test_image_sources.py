@@ -22,8 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.core.errors import InvalidRequestError
-from octavo.images.image_sources import ImageFetcher, UrlRules, decode_base64, read_data_url
-from octavo.images.public_addresses import is_public
+from octavo.images.image_sources import ImageFetcher, UrlRules, decode_base64, is_public, read_data_url
 
 HERE = ipaddress.ip_network("127.0.0.1/32")
 LOCAL = UrlRules(is_allowed=True, networks=(HERE,), seconds=20)

@@ -18,10 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
-from octavo.images.image_settings import read_settings
-from octavo.images.normalise import normalisation_of
-from octavo.images.processors import AnyProcessor, read_image_processor
-from octavo.images.processors.qwen2_5_vl import Qwen2_5_VLProcessor
+from octavo.images.image_files import normalisation_of
+from octavo.images.processors import AnyProcessor, Qwen2_5_VLProcessor, read_image_processor, read_settings
 from tests.images.image_cases import noise, scene
 from tests.images.processor_folders import CONFIGS, write_folder
 

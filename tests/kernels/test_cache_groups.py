@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octavo.core.kv_spec import KVSpec, group_layers
+from octavo.config.kv_spec import KVSpec, group_layers
 from octavo.kernels import load_kernels
-from octavo.kernels.cache import LayerCache
-from octavo.kernels.interface import Kernels
-from octavo.kernels.triton.interpreter import interpreted
+from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.triton import interpreted
 
 LARGE, SMALL, WINDOWED = (
     KVSpec("full", 2, 16, "float32"),

@@ -14,7 +14,7 @@ import sys
 import numpy as np
 import torch
 from octavo.kernels import load_kernels
-from octavo.kernels.torch_communicator import TorchCommunicator
+from octavo.kernels.torch_backend import TorchCommunicator
 
 rank, where, backends = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
 torch.distributed.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=3)

@@ -15,8 +15,8 @@ from octavo.core.errors import UnrecordableError
 
 pytest.importorskip("octavo._cpu")
 
-from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.array import CpuArray
+from octavo.kernels.cpu.tape import Arena
 
 
 def numbers(*shape: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
-from octavo.kernels.cpu import attention as operations  # noqa: E402
+from octavo.kernels.cpu import backend as operations  # noqa: E402
 from octavo.kernels.interface import AttentionSpec  # noqa: E402
 from tests.kernels import torch_facade  # noqa: E402
 

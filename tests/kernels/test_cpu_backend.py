@@ -13,10 +13,10 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 from torch import Tensor
 
-from octavo.core.kv_spec import KVSpec
+from octavo.config.kv_spec import KVSpec
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
-from octavo.kernels.gguf_rows import GGUFRows
-from octavo.kernels.packed_weight import Activation
+from octavo.kernels.interface import Activation
+from octavo.kernels.weight_rows import GGUFRows
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
 torch_facade: Any = importlib.import_module("tests.kernels.torch_facade")

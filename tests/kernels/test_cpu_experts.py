@@ -13,11 +13,9 @@ from torch import Tensor
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
 from octavo.core.errors import ConfigError  # noqa: E402
-from octavo.kernels.experts import PackedExperts, RoutingSpec  # noqa: E402
-from octavo.kernels.packed_weight import PackedWeight  # noqa: E402
+from octavo.kernels.interface import PackedExperts, PackedWeight, RoutingSpec  # noqa: E402
 from octavo.kernels.reference import ReferenceKernels  # noqa: E402
-from octavo.kernels.torch_communicator import sum_as_tree  # noqa: E402
-from octavo.kernels.torch_experts import PlainExperts  # noqa: E402
+from octavo.kernels.torch_backend import PlainExperts, sum_as_tree  # noqa: E402
 from tests.kernels import torch_facade  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.core.kv_spec import KVSpec
+from octavo.config.kv_spec import KVSpec
 from octavo.kernels.reference import ReferenceKernels
 
 _cpu: Any = pytest.importorskip("octavo._cpu")

@@ -20,10 +20,10 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
+from octavo.kernels.cpu.array import measure_cpu  # noqa: E402
 from octavo.kernels.cpu.backend import CpuKernels  # noqa: E402
 from octavo.kernels.cpu.linear import CpuDenseWeight  # noqa: E402
-from octavo.kernels.cpu_limits import measure_cpu  # noqa: E402
-from octavo.kernels.torch_arrays import from_torch  # noqa: E402
+from octavo.kernels.torch_backend import from_torch  # noqa: E402
 from tests.busy_machine import once_in_three  # noqa: E402
 from tests.torch_types import engine_dtype  # noqa: E402
 

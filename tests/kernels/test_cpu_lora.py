@@ -15,10 +15,9 @@ from octavo.core.dtypes import DType
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput  # noqa: E402
-from octavo.kernels.lora import LowRankShape  # noqa: E402
-from octavo.kernels.packed_weight import Activation  # noqa: E402
-from octavo.kernels.torch_arrays import torch_dtype  # noqa: E402
-from octavo.layers.context import LayerContext  # noqa: E402
+from octavo.kernels.interface import Activation, LowRankShape  # noqa: E402
+from octavo.kernels.torch_backend import torch_dtype  # noqa: E402
+from octavo.layers.layer import LayerContext  # noqa: E402
 from octavo.layers.linear import RowParallelLinear  # noqa: E402
 from tests.busy_machine import PATIENCE  # noqa: E402
 from tests.kernels import torch_facade  # noqa: E402

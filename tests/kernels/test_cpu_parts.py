@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octavo.config.kv_spec import KVSpec, LayerGroup
 from octavo.core.dtypes import DType
-from octavo.core.kv_spec import KVSpec, LayerGroup
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
 from octavo.kernels.interface import AttentionSpec
 

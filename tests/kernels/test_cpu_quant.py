@@ -15,11 +15,9 @@ from torch import Tensor
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
 from octavo.core.errors import ConfigError, WeightError  # noqa: E402
-from octavo.kernels.cpu.gguf_blocks import KEPT_TYPES, gguf_weight  # noqa: E402
-from octavo.kernels.cpu.linear import CpuQuantizedWeight  # noqa: E402
-from octavo.kernels.cpu.quantize import Codes, quantize_weight  # noqa: E402
-from octavo.kernels.gguf_rows import GGUFRows  # noqa: E402
-from octavo.kernels.torch_arrays import from_torch  # noqa: E402
+from octavo.kernels.cpu.linear import KEPT_TYPES, Codes, CpuQuantizedWeight, gguf_weight, quantize_weight  # noqa: E402
+from octavo.kernels.torch_backend import from_torch  # noqa: E402
+from octavo.kernels.weight_rows import GGUFRows  # noqa: E402
 from tests.kernels import torch_facade  # noqa: E402
 
 #: Values of K that share a scale; of q8_channel any K will do.

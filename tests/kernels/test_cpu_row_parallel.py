@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
-from octavo.kernels.torch_arrays import from_torch  # noqa: E402
-from octavo.kernels.torch_communicator import sum_as_tree  # noqa: E402
-from octavo.layers.context import LayerContext  # noqa: E402
+from octavo.kernels.torch_backend import from_torch, sum_as_tree  # noqa: E402
+from octavo.layers.layer import LayerContext  # noqa: E402
 from octavo.layers.linear import RowParallelLinear  # noqa: E402
 from tests.busy_machine import PATIENCE  # noqa: E402
 from tests.kernels import torch_facade  # noqa: E402

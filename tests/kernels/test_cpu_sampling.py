@@ -16,10 +16,9 @@ from scipy import special
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
 
-from octavo.kernels import noise  # noqa: E402
+from octavo.kernels import sampling as noise  # noqa: E402
 from octavo.kernels.cpu.sampling import choose_tokens, token_logprobs  # noqa: E402
-from octavo.kernels.numpy_sampling import NumpySampling  # noqa: E402
-from octavo.kernels.sampling import FILTERS, Filters, pack_mask  # noqa: E402
+from octavo.kernels.sampling import FILTERS, Filters, NumpySampling, pack_mask  # noqa: E402
 
 OFF = Filters(1.0, 10**9, 1.0, 0.0)
 #: Around the sizes of vectors (4 to 16), columns (16 vectors), blocks of the race (256).

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from octavo.core.errors import UnrecordableError
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
-from octavo.kernels.torch_communicator import sum_as_tree
+from octavo.kernels.torch_backend import sum_as_tree
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
 CpuKernels: Any = importlib.import_module("octavo.kernels.cpu.backend").CpuKernels
 CpuArray: Any = importlib.import_module("octavo.kernels.cpu.array").CpuArray
 torch_facade: Any = importlib.import_module("tests.kernels.torch_facade")
-Communicator: Any = importlib.import_module("octavo.kernels.cpu.collectives").SharedMemoryCommunicator
+Communicator: Any = importlib.import_module("octavo.kernels.cpu.backend").SharedMemoryCommunicator
 thread_group: Any = importlib.import_module("tests.thread_groups").thread_group
 
 

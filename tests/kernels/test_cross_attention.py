@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.config.kv_spec import KVSpec, LayerGroup
 from octavo.core.dtypes import DType
 from octavo.core.errors import UnsupportedModelError
-from octavo.core.kv_spec import KVSpec, LayerGroup
 from octavo.kernels.forward_batch import make_batch
 from octavo.kernels.interface import AttentionSpec, Kernels
 from octavo.kernels.reference import ReferenceKernels
@@ -120,7 +120,7 @@ def test_what_is_not_computed_is_refused() -> None:
     if len(backends := kernels()) == 2:
         world = World(backends[1])
         with pytest.raises(ValueError, match="cross attention sees all of its context"):
-            operations = importlib.import_module("octavo.kernels.cpu.attention")
+            operations = importlib.import_module("octavo.kernels.cpu.backend")
             q = backends[1].zeros((1, HEADS, DIM), DType.FLOAT32)
             operations.attention_op(q, world.cache, q, AttentionSpec(1.0, cross=True))
     triton = importlib.import_module("octavo.kernels.triton.backend").TritonKernels

@@ -13,9 +13,9 @@ pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.kernels.cpu.backend import CpuKernels
-from octavo.kernels.cpu.group_codes import group_codes, group_format
-from octavo.kernels.group_rows import GroupQuantizedRows
-from octavo.layers.context import LayerContext
+from octavo.kernels.cpu.linear import group_codes, group_format
+from octavo.kernels.weight_rows import GroupQuantizedRows
+from octavo.layers.layer import LayerContext
 from octavo.layers.linear import RowParallelLinear
 from octavo.models.checkpoint import Split
 

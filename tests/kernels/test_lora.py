@@ -9,7 +9,7 @@ import torch
 from octavo.core.dtypes import DType
 from octavo.core.errors import AdapterError
 from octavo.kernels.forward_batch import make_batch
-from octavo.kernels.lora import LowRankPart, LowRankShape
+from octavo.kernels.interface import LowRankPart, LowRankShape
 from octavo.kernels.reference import ReferenceKernels
 from tests.lora_cases import exact, make_adapter, random
 

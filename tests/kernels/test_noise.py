@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from octavo.kernels import noise
+from octavo.kernels import sampling as noise
 
 VOCAB = 4096
 #: About a hundred tests of fixed samples are made here: a good hash fails one of them with probability 1e-4.

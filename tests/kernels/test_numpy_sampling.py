@@ -13,10 +13,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import special, stats
 
-from octavo.kernels import noise
-from octavo.kernels.filters import best, distances, survivors
-from octavo.kernels.numpy_sampling import Drawer, NumpySampling, position_logprobs
-from octavo.kernels.sampling import FILTERS, FLOOR, Filters, pack_mask
+from octavo.kernels import sampling as noise
+from octavo.kernels.sampling import (
+    FILTERS,
+    FLOOR,
+    Drawer,
+    Filters,
+    NumpySampling,
+    best,
+    distances,
+    pack_mask,
+    position_logprobs,
+    survivors,
+)
 
 
 def filtered_logits(logits: NDArray[np.float32], filters: Filters) -> NDArray[np.float64]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.gguf_rows import GGUFRows
-from octavo.kernels.torch_arrays import from_torch
-from octavo.layers.context import LayerContext
+from octavo.kernels.torch_backend import from_torch
+from octavo.kernels.weight_rows import GGUFRows
+from octavo.layers.layer import LayerContext
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from tests.torch_types import engine_dtype
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.kernels import torch_pinned
-from octavo.kernels.torch_send import PinnedSend
+from octavo.kernels import torch_backend as torch_pinned
+from octavo.kernels.torch_backend import PinnedSend
 
 
 @pytest.fixture

@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.config.kv_spec import KVSpec
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
-from octavo.core.kv_spec import KVSpec
-from octavo.kernels import load_kernels, torch_attention
-from octavo.kernels.cache import LayerCache
+from octavo.kernels import load_kernels
+from octavo.kernels import reference as torch_attention
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import AttentionSpec
-from octavo.kernels.packed_weight import Activation
+from octavo.kernels.interface import Activation, AttentionSpec, LayerCache
 from octavo.kernels.reference import ReferenceKernels
 from tests.kernels import torch_facade
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.core.kv_spec import KVSpec, LayerGroup
+from octavo.config.kv_spec import KVSpec, LayerGroup
 from octavo.kernels.forward_batch import make_batch
 from octavo.kernels.interface import AttentionSpec, Kernels
 from octavo.kernels.reference import ReferenceKernels

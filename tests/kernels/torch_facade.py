@@ -18,14 +18,19 @@ from torch import Tensor
 
 from octavo.core.dtypes import DType
 from octavo.kernels import forward_batch
-from octavo.kernels.cache import LayerCache
 from octavo.kernels.cpu.array import CpuArray
-from octavo.kernels.experts import PackedExperts
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
-from octavo.kernels.interface import Kernels
-from octavo.kernels.lora import Adapters, LowRank, LowRankEmbedding
-from octavo.kernels.packed_weight import PackedHeads, PackedWeight
-from octavo.kernels.torch_arrays import from_torch, to_torch
+from octavo.kernels.interface import (
+    Adapters,
+    Kernels,
+    LayerCache,
+    LowRank,
+    LowRankEmbedding,
+    PackedExperts,
+    PackedHeads,
+    PackedWeight,
+)
+from octavo.kernels.torch_backend import from_torch, to_torch
 from tests.torch_types import engine_dtype
 
 #: By where the memory of a tensor begins: the array that the tensor was made of, and what keeps the memory.

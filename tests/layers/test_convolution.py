@@ -9,9 +9,9 @@ from torch.nn.functional import conv1d, gelu
 
 from octavo.core.dtypes import DType
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
-from octavo.layers.context import LayerContext
-from octavo.layers.convolution import TwoConvolutions, convolution_rows, window_size
-from octavo.layers.sinusoids import sinusoids
+from octavo.layers.layer import LayerContext
+from octavo.layers.linear import TwoConvolutions, convolution_rows, window_size
+from octavo.layers.rope import sinusoids
 from tests.models.zoo import _backends
 
 

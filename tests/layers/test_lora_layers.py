@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.core.dtypes import DType
 from octavo.core.errors import AdapterError
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
+from octavo.layers.layer import LayerContext
 from octavo.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding

@@ -15,15 +15,8 @@ from torch import Tensor
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, WeightError
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.layers.layer import Layer
-from octavo.layers.linear import (
-    GateUpParallelLinear,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
-from octavo.layers.norm import RMSNorm
+from octavo.layers.layer import Layer, LayerContext, RMSNorm
+from octavo.layers.linear import GateUpParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.config.kv_spec import KVSpec
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
-from octavo.core.kv_spec import KVSpec
 from octavo.kernels.forward_batch import make_batch
 from octavo.kernels.interface import AttentionSpec, Kernels
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.layers.relative_bias import RelativeBias, buckets_of
+from octavo.layers.attention import RelativeBias, buckets_of
+from octavo.layers.layer import LayerContext
 
 
 @pytest.mark.parametrize("causal", [False, True])

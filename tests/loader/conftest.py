@@ -13,15 +13,14 @@ from gguf import GGMLQuantizationType as Q
 from torch import Tensor
 
 from octavo.core.dtypes import DType
-from octavo.kernels.gguf_rows import GGUFRows
-from octavo.kernels.quantized_rows import QuantizedRows
-from octavo.kernels.torch_arrays import to_torch
+from octavo.kernels.torch_backend import to_torch
+from octavo.kernels.weight_rows import GGUFRows, QuantizedRows
 from octavo.loader.gguf_config import write_gguf_folder
-from octavo.loader.gguf_weights import GGUFCheckpoint
+from octavo.loader.gguf_file import GGUFCheckpoint
 from octavo.loader.weights import read_safetensors
 from octavo.models.checkpoint import Pairs
 from octavo.models.config_files import read_model_config
-from octavo.models.sizes import build_without_weights
+from octavo.models.network import build_without_weights
 
 #: A byte-level vocabulary: the 256 byte characters, a few merges, two special tokens.
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld", "Ġ Ġ", "1 2"]

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from octavo.core.adapters import AdapterRef
 from octavo.core.dtypes import DType
 from octavo.core.errors import AdapterError
-from octavo.loader.adapters.adapter_files import check_adapter, read_adapter
-from octavo.loader.adapters.targets import AdapterTargets
+from octavo.core.request import AdapterRef
+from octavo.loader.adapters import AdapterTargets, check_adapter, read_adapter
 from octavo.models.checkpoint import is_transposed
 from octavo.models.config_files import read_model_config
-from octavo.models.sizes import build_without_weights
+from octavo.models.network import build_without_weights
 
 E, F, V, HEADS, KV_HEADS, LAYERS = 32, 48, 61, 4, 2, 2
 Q, K = E, E // HEADS * KV_HEADS

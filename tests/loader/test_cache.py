@@ -6,7 +6,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from octavo.loader.model_cache import publish
+from octavo.loader.files import publish
 
 
 def fill(folder: Path) -> None:

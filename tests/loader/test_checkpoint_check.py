@@ -17,9 +17,8 @@ from torch import Tensor
 from octavo.core.dtypes import DType
 from octavo.core.errors import WeightError
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.loader.checkpoint_check import check_model
-from octavo.loader.model import load_model
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import check_model, load_model
 from octavo.models.config_files import read_model_config
 
 ONE = "model.safetensors"
@@ -139,7 +138,7 @@ class Terminal(io.StringIO):
 def test_a_long_load_shows_its_progress_on_a_terminal(
     folder: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, rank: int, pause: float
 ) -> None:
-    from octavo.loader import model
+    from octavo.loader import weights as model
 
     def slowly(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
         for i, pair in enumerate(read(folder)):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from octavo.core.errors import ModelNotFoundError, OctavoError, UnsupportedModelError, WeightError
-from octavo.loader.ctranslate2_file import read_ctranslate2
+from octavo.loader.ctranslate2 import read_ctranslate2
 from octavo.loader.resolve import resolve_model
 from octavo.loader.weights import read_headers, read_safetensors
 from tests.loader.ctranslate2_files import END, HIDDEN, model_bytes, whisper_arrays, write_folder

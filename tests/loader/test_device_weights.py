@@ -15,9 +15,8 @@ from torch import Tensor
 from octavo.core.dtypes import DType
 from octavo.core.errors import WeightError
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model
-from octavo.loader.weights import read_safetensors
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_model, read_safetensors
 from octavo.models.config_files import read_model_config
 
 

@@ -13,21 +13,20 @@ import huggingface_hub
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError, WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.input_processor import Prompt
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.loader.dummy import dummy_weights
-from octavo.loader.model import load_model, make_dummy_model
+from octavo.layers.layer import LayerContext
+from octavo.loader.builtin import SHAPES
 from octavo.loader.resolve import resolve_model
-from octavo.loader.shapes import SHAPES
+from octavo.loader.weights import dummy_weights, load_model, make_dummy_model
 from octavo.models.config_files import read_model_config
+from octavo.models.network import build_without_weights, num_parameters, weight_bytes
 from octavo.models.registry import make_network
-from octavo.models.sizes import build_without_weights, num_parameters, weight_bytes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -19,7 +19,7 @@ import transformers
 
 from octavo import LLM, SamplingParams
 from octavo.core.errors import UnsupportedModelError, WeightError
-from octavo.kernels.gguf_rows import GGUFRows
+from octavo.kernels.weight_rows import GGUFRows
 from octavo.loader.gguf_config import ARCHITECTURES
 from octavo.loader.gguf_file import GGUFFile
 from octavo.models.config_files import read_model_config

@@ -14,8 +14,7 @@ from gguf import GGMLQuantizationType as Q
 
 from octavo.core.errors import OctavoError, TokenizerError, UnsupportedModelError, WeightError
 from octavo.loader.gguf_config import write_gguf_folder
-from octavo.loader.gguf_file import GGUFFile
-from octavo.loader.gguf_metadata import llama3_parameters
+from octavo.loader.gguf_file import GGUFFile, llama3_parameters
 from octavo.models.config_files import default_sampling, read_model_config
 from tests.loader.conftest import tensors_of, values_of, write_folder
 from tests.torch_types import engine_dtype

@@ -13,14 +13,14 @@ from gguf import GGMLQuantizationType as Q
 
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
-from octavo.kernels import gguf_rows
-from octavo.kernels.gguf_rows import GGUFRows, dequantize
+from octavo.kernels import weight_rows as gguf_rows
 from octavo.kernels.reference import ReferenceKernels
-from octavo.kernels.torch_arrays import to_torch
-from octavo.layers.context import LayerContext
+from octavo.kernels.torch_backend import to_torch
+from octavo.kernels.weight_rows import GGUFRows, dequantize
+from octavo.layers.layer import LayerContext
 from octavo.loader.gguf_file import SUPPORTED_TYPES
-from octavo.loader.model import load_model
 from octavo.loader.resolve import gguf_source
+from octavo.loader.weights import load_model
 from octavo.models.config_files import read_model_config
 from tests.loader.conftest import random_blocks, tensors_of, values_of, write_folder
 

@@ -15,8 +15,8 @@ import transformers
 from octavo.core.errors import TokenizerError, UnsupportedModelError
 from octavo.engine.tokenizer import load_tokenizer
 from octavo.loader.builtin import BUILTIN, fetch_builtin
+from octavo.loader.gguf_config import write_tokenizer
 from octavo.loader.gguf_file import GGUFFile
-from octavo.loader.gguf_tokenizer import write_tokenizer
 from octavo.loader.resolve import resolve_model
 
 TEXTS = [

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from octavo.core.dtypes import DType
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
+from octavo.layers.layer import LayerContext
 from octavo.models.registry import make_network
 from tests.busy_machine import PATIENCE
 
@@ -29,8 +29,8 @@ import numpy as np
 from octavo.core.dtypes import DType
 from octavo.core.model_config import ModelConfig
 from octavo.kernels import load_kernels
-from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_model
 
 def status(name):
     with open("/proc/self/status") as lines:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.core.errors import TokenizerError, UnsupportedModelError
-from octavo.engine.text_stream import TextStream
-from octavo.engine.tokenizer import load_tokenizer
+from octavo.engine.tokenizer import TextStream, load_tokenizer
 from tests.loader.test_sentencepiece_model import CHARSMAP, CONTROL, NORMAL, PIECES, UNKNOWN, message, model_bytes
 
 TARGET = [*"▁abcdefghijklmnopqrstuvwz", "▁die", "▁welt", "hallo", "▁hallo", "ein", "▁ein"]

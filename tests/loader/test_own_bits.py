@@ -9,8 +9,8 @@ import pytest
 from gguf import GGMLQuantizationType as Q
 
 from octavo import LLM, SamplingParams
-from octavo.core.config import make_config
-from octavo.core.config_sources import resolve_config
+from octavo.config.engine_config import make_config
+from octavo.config.sources import resolve_config
 from octavo.core.errors import ConfigError
 from octavo.loader.resolve import weight_quantization
 

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import Regex, models, pre_tokenizers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from octavo.loader.pre_tokenizers import PRE_TOKENIZERS
+from octavo.loader.sentencepiece import PRE_TOKENIZERS
 
 
 def pieces(name: str, text: str) -> list[str]:

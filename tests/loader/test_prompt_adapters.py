@@ -10,15 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from octavo.core.adapters import AdapterRef
+from octavo.config.options import AdapterOptions
 from octavo.core.errors import AdapterError
-from octavo.core.option_parts import AdapterOptions
-from octavo.loader.adapters.prompt import (
-    VirtualTokenSizes,
-    check_prompt_adapter,
-    is_prompt_adapter,
-    read_prompt_adapter,
-)
+from octavo.core.request import AdapterRef
+from octavo.loader.adapters import VirtualTokenSizes, check_prompt_adapter, is_prompt_adapter, read_prompt_adapter
 
 SIZES = VirtualTokenSizes(width=6, layers=2, kv_heads=2, head_dim=4)
 OPTIONS = AdapterOptions(enable_prompt_adapter=True, max_prompt_adapter_token=5)

@@ -17,17 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, OctavoError, WeightError
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.loader.checkpoint_check import check_model
-from octavo.loader.model import load_model
+from octavo.layers.layer import LayerContext
 from octavo.loader.resolve import weight_quantization
-from octavo.models.config_files import read_model_config
-from octavo.models.config_reader import ConfigReader
-from octavo.models.quantization import read_quantization
+from octavo.loader.weights import check_model, load_model
+from octavo.models.config_files import ConfigReader, read_model_config, read_quantization
 from tests import quantized_checkpoints as packers
 from tests.quantized_checkpoints import Packer, write
 from tests.small_llama import make_llama

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Q
 
 from octavo import LLM, SamplingParams
 from octavo.core.errors import DownloadError, ModelNotFoundError, WeightError
-from octavo.loader.model_cache import cache_dir, publish
+from octavo.loader.files import cache_dir, publish
 from octavo.loader.resolve import gguf_folder, resolve_model
 from octavo.models.config_files import read_model_config
 from tests.busy_machine import PATIENCE

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from octavo.core.errors import WeightError
-from octavo.kernels.torch_arrays import to_torch
+from octavo.kernels.torch_backend import to_torch
 from octavo.loader.weights import read_headers, read_safetensors
 
 ONE = "model.safetensors"

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.core.errors import TokenizerError, UnsupportedModelError
-from octavo.engine.text_stream import TextStream
-from octavo.engine.tokenizer import load_tokenizer
-from octavo.loader.sentencepiece_model import parse_sentencepiece
+from octavo.engine.tokenizer import TextStream, load_tokenizer
+from octavo.loader.sentencepiece import parse_sentencepiece
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 

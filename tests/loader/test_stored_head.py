@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from octavo import LLM, ConfigError, InvalidRequestError, PoolingParams, SamplingParams, WeightError
 from octavo.core.dtypes import DType
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.loader.checkpoint_check import check_model
-from octavo.loader.model import load_model
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import check_model, load_model
 from octavo.models.config_files import read_model_config
 from octavo.models.registry import NETWORKS
 from tests.models.conftest import PagedDriver

@@ -14,11 +14,10 @@ import transformers
 from tokenizers import models, pre_tokenizers, trainers
 
 from octavo.core.errors import TokenizerError, UnsupportedModelError
-from octavo.engine.text_stream import TextStream, bytes_of_level
-from octavo.engine.tokenizer import Tokenizer, load_tokenizer
-from octavo.loader import tokenizer_parts
-from octavo.loader.pre_tokenizers import PRE_TOKENIZERS
+from octavo.engine.tokenizer import TextStream, Tokenizer, bytes_of_level, load_tokenizer
+from octavo.loader import sentencepiece as tokenizer_parts
 from octavo.loader.resolve import resolve_model
+from octavo.loader.sentencepiece import PRE_TOKENIZERS
 
 TEXTS = [
     "Hello world, it's  a   test.\n\n\tIndented; don't panic! I'LL",

@@ -19,10 +19,9 @@ from octavo.core.dtypes import DType
 from octavo.core.errors import WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.reference import ReferenceKernels
-from octavo.kernels.torch_arrays import torch_dtype
-from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model
-from octavo.loader.weights import read_safetensors
+from octavo.kernels.torch_backend import torch_dtype
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_model, read_safetensors
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.registry import make_network
 from tests.busy_machine import PATIENCE
@@ -272,8 +271,8 @@ from pathlib import Path
 from octavo.core.dtypes import DType
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_model
 
 def own_memory():
     lines = Path("/proc/self/status").read_text().splitlines()

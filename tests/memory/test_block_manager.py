@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from octavo.core.plan import TableChange
-from octavo.memory.block_manager import AllocStatus, BlockManager
-from octavo.memory.kv_group import BlocksNeeded
+from octavo.memory.block_manager import BlockManager
+from octavo.memory.kv_group import AllocStatus, BlocksNeeded
 
 
 def grown(manager: BlockManager, *writes: tuple[int, int, int]) -> list[TableChange]:

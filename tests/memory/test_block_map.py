@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from octavo.core.engine_view import MAX_EXACT_BLOCKS, NOBODY, NUM_BINS, BlockMap, BlockState
-from octavo.core.kv_groups import GroupBlocks
+from octavo.config.kv_spec import GroupBlocks
+from octavo.core.stats import MAX_EXACT_BLOCKS, NOBODY, NUM_BINS, BlockMap, BlockState
 from octavo.memory import block_map
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_map import block_maps
-from octavo.memory.block_tables import NO_BLOCK
+from octavo.memory.block_pool import NO_BLOCK
 from tests.busy_machine import once_in_three
 
 

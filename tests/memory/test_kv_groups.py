@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from octavo.config.kv_spec import GroupBlocks, KVLayout, window_blocks
 from octavo.core.errors import ConfigError
-from octavo.core.kv_groups import GroupBlocks, KVLayout, window_blocks
 from octavo.core.plan import TableChange
-from octavo.memory.block_manager import AllocStatus, BlockManager
+from octavo.memory.block_manager import BlockManager
+from octavo.memory.kv_group import AllocStatus
 
 
 def two_groups(

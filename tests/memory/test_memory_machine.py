@@ -18,12 +18,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from octavo.core.kv_groups import GroupBlocks
-from octavo.memory.block_manager import AllocStatus, BlockManager
-from octavo.memory.block_tables import NO_BLOCK
-from octavo.memory.moves import Moves
-from octavo.memory.prefix_cache import PrefixMatch
-from octavo.memory.prefix_chain import FeatureSpan
+from octavo.config.kv_spec import GroupBlocks
+from octavo.memory.block_manager import BlockManager
+from octavo.memory.block_pool import NO_BLOCK
+from octavo.memory.kv_group import AllocStatus, Moves
+from octavo.memory.prefix_cache import FeatureSpan, PrefixMatch
 
 #: Group, salt, and all tokens up to a position, those of a feature with its key and their place in it.
 Entry = tuple[int, str, tuple[object, ...]]

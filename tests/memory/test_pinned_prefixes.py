@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.kv_groups import GroupBlocks
-from octavo.memory.block_manager import AllocStatus, BlockManager
-from octavo.memory.kv_group import BlocksNeeded
+from octavo.config.kv_spec import GroupBlocks
+from octavo.memory.block_manager import BlockManager
+from octavo.memory.kv_group import AllocStatus, BlocksNeeded
 
 SIZE = 4
 PREFIX = list(range(8))

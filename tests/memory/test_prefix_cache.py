@@ -6,8 +6,7 @@ import pytest
 
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_pool import OutOfBlocksError
-from octavo.memory.prefix_cache import PrefixMatch
-from octavo.memory.prefix_chain import FeatureSpan, PrefixChain
+from octavo.memory.prefix_cache import FeatureSpan, PrefixChain, PrefixMatch
 
 SALT = ""
 

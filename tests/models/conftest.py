@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.core.kv_spec import group_layers
-from octavo.kernels.cache import LayerCache
+from octavo.config.kv_spec import group_layers
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
-from octavo.kernels.interface import Kernels
+from octavo.kernels.interface import Kernels, LayerCache
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.network import Network
 from tests.models.zoo import Zoo

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.config.kv_spec import LayerGroup, group_layers
 from octavo.core.dtypes import DType
-from octavo.core.encoder_input import EncoderInput
-from octavo.core.kv_spec import LayerGroup, group_layers
+from octavo.core.request import EncoderInput
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
 from octavo.kernels.interface import Kernels
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_model
 from octavo.models.config_files import read_model_config
-from octavo.models.encoder_decoder import EncoderDecoder
+from octavo.models.encoder import EncoderDecoder
 
 
 def save_seq2seq(folder: Path, config: Any, model_class: Any = None) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.core.dtypes import DType
-from octavo.core.encoder_input import EncoderInput
+from octavo.core.request import EncoderInput
 from tests.models.seq2seq import EncoderDecoderDriver, save_seq2seq
 from tests.models.zoo import PROMPT, _backends, assert_same
 

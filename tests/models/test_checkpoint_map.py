@@ -17,11 +17,10 @@ from torch import Tensor
 from octavo.core.dtypes import DType
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.gguf_rows import GGUFRows
-from octavo.kernels.group_rows import GroupQuantizedRows
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model
+from octavo.kernels.weight_rows import GGUFRows, GroupQuantizedRows
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_model
 from octavo.models.checkpoint import (
     CheckpointEntry,
     Drop,
@@ -37,11 +36,10 @@ from octavo.models.checkpoint import (
     transpose,
     ungroup_heads,
 )
-from octavo.models.config_files import read_model_config
-from octavo.models.config_reader import ConfigReader, common_fields
+from octavo.models.config_files import ConfigReader, common_fields, read_model_config
 from octavo.models.llama import LlamaForCausalLM
+from octavo.models.network import build_without_weights, weight_bytes
 from octavo.models.registry import NETWORKS
-from octavo.models.sizes import build_without_weights, weight_bytes
 
 ONE = "model.safetensors"
 PROMPT = [3, 17, 99, 42, 0, 8, 61, 100, 5]

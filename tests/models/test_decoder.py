@@ -13,9 +13,8 @@ import torch
 
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, UnsupportedModelError
-from octavo.loader.model import load_model
-from octavo.models.config_files import read_model_config
-from octavo.models.config_reader import ConfigReader, decoder_fields, read_activation, rotary_fields
+from octavo.loader.weights import load_model
+from octavo.models.config_files import ConfigReader, decoder_fields, read_activation, read_model_config, rotary_fields
 from tests.models import test_bloom, test_falcon, test_gpt2, test_opt
 from tests.models.test_networks import PROMPT, tensor_parallel_logits
 from tests.models.test_pipeline_stages import WHOLE, Chain

@@ -14,11 +14,11 @@ from octavo import LLM
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, OctavoError, WeightError
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_model
 from octavo.models.config_files import read_model_config
 from octavo.models.deepseek import DeepseekConfig
-from octavo.models.sizes import build_without_weights
+from octavo.models.network import build_without_weights
 from tests.models.test_networks import tensor_parallel_logits
 from tests.models.zoo import (
     PARAMS,

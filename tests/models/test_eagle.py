@@ -12,17 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.config.kv_spec import group_layers
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, OctavoError, UnsupportedModelError, WeightError
-from octavo.core.kv_spec import group_layers
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
 from octavo.kernels.interface import Kernels
-from octavo.layers.context import LayerContext
-from octavo.loader.eagle_files import load_head, read_head_config
-from octavo.loader.model import load_model
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_head, load_model, read_head_config
 from octavo.models.config_files import read_model_config
 from octavo.models.decoder import Decoder
-from octavo.models.eagle_config import EagleMethod
+from octavo.models.eagle import EagleMethod
 from tests.models.eagle_heads import TARGET, Head, Reference, eagle1, eagle3
 from tests.models.zoo import _backends
 

@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor
 
 from octavo.core.dtypes import DType
-from octavo.core.encoder_input import EncoderInput
 from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from octavo.core.request import EncoderInput
 from octavo.models.config_files import read_model_config
 from octavo.models.whisper import FEATURES, WhisperForConditionalGeneration
 from tests.models.seq2seq import EncoderDecoderDriver, save_seq2seq

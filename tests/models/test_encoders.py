@@ -170,7 +170,7 @@ def test_segments_of_a_pair(family: str, tmp_path: Path) -> None:
 def test_buckets_of_distances() -> None:
     from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
-    from octavo.layers.relative_bias import buckets_of
+    from octavo.layers.attention import buckets_of
 
     distance = np.arange(-600, 601)
     theirs = MPNetEncoder.relative_position_bucket(torch.from_numpy(distance), num_buckets=32).numpy()

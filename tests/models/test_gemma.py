@@ -14,11 +14,10 @@ from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import RopeConfig
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_model
 from octavo.models.config_files import read_model_config
-from octavo.models.gemma import GemmaConfig
-from octavo.models.gemma3 import Gemma3Config
+from octavo.models.gemma import Gemma3Config, GemmaConfig
 from tests.models.zoo import SMALL, Zoo
 
 #: Heads of other sizes than hidden / heads.

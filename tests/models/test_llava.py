@@ -14,11 +14,11 @@ from torch import Tensor
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_model
 from octavo.models.config_files import read_model_config
 from octavo.models.llava import LlavaConfig
-from octavo.models.sizes import build_without_weights, matrices, num_active_parameters, num_parameters
+from octavo.models.network import build_without_weights, matrices, num_active_parameters, num_parameters
 from tests.models.tower_harness import (
     CLIP_PIXELS,
     SIGLIP_PIXELS,

@@ -16,10 +16,10 @@ from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.lab.simulate.step_costs import layer_weights, weight_bytes_read
-from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model, make_dummy_model
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_model, make_dummy_model
 from octavo.models.config_files import read_model_config
-from octavo.models.sizes import build_without_weights, num_active_parameters, num_parameters
+from octavo.models.network import build_without_weights, num_active_parameters, num_parameters
 from tests.models.test_networks import tensor_parallel_logits
 from tests.models.zoo import PROMPT, SMALL, Zoo, assert_same, edit_config, logits_of
 

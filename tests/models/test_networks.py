@@ -15,8 +15,8 @@ from torch import Tensor
 
 from octavo.core.dtypes import DType
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_model
 from octavo.models.config_files import read_model_config
 from octavo.models.network import Network
 from tests.busy_machine import PATIENCE

@@ -9,7 +9,7 @@ import pytest
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
+from octavo.layers.layer import LayerContext
 from octavo.models.config_files import read_model_config
 from octavo.models.registry import make_network
 from tests.models.zoo import SMALL, Zoo

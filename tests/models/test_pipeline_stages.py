@@ -12,17 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.config.kv_spec import KVSpec, group_layers
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, WeightError
-from octavo.core.kv_spec import KVSpec, group_layers
-from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import ForwardBatch
+from octavo.kernels.interface import LayerCache
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model, make_dummy_model
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_model, make_dummy_model
 from octavo.models.config_files import read_model_config
-from octavo.models.network import Network
-from octavo.models.sizes import build_rank_without_weights, weight_bytes
+from octavo.models.network import Network, build_rank_without_weights, weight_bytes
 
 SMALL = {
     "vocab_size": 53,

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from transformers import AutoTokenizer
 
 from octavo import LLM, ConfigError, InvalidRequestError, OctavoError, PoolingParams, UnsupportedModelError, WeightError
-from octavo.core.pooler_config import DenseConfig
+from octavo.core.outputs import DenseConfig
 from octavo.models.config_files import read_model_config
 from tests.embedding_models import HIDDEN_SIZE, MAX_TOKENS, make_encoder
 from tests.models.zoo import edit_config
@@ -273,7 +273,7 @@ def test_what_is_wrong_is_refused_with_the_file(folder: Path, name: str, content
 
 
 def test_matrices_that_do_not_fit_are_refused(folder: Path) -> None:
-    from octavo.loader.pooling_weights import read_dense
+    from octavo.loader.weights import read_dense
 
     add_dense(folder)
     with pytest.raises(WeightError, match=r"'linear.weight' must have the shape \[9, 32\], and is \(8, 32\)"):

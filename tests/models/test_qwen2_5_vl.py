@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, InvalidRequestError
-from octavo.core.image_input import ImageInput
-from octavo.core.request import Feature
+from octavo.core.request import Feature, ImageInput
 from octavo.kernels.interface import Kernels
 from octavo.models.config_files import read_model_config
 from octavo.models.qwen2_5_vl import Qwen25VLConfig
-from octavo.runner.rotary_positions import RotaryPositions
+from octavo.runner.input_batch import RotaryPositions
 from tests.models.tower_harness import (
     CLIP_PIXELS,
     ImagePrompts,

@@ -16,18 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.config.kv_spec import LayerGroup, group_layers
 from octavo.core.dtypes import DType
-from octavo.core.image_input import ImageInput
-from octavo.core.kv_spec import LayerGroup, group_layers
-from octavo.images.normalise import Normalisation
+from octavo.core.request import ImageInput
+from octavo.images.image_files import Normalisation
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
 from octavo.kernels.interface import Kernels
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_model
 from octavo.models.config_files import read_model_config
-from octavo.models.network import Network
-from octavo.models.vision.tower import Tower, TowerInput
+from octavo.models.network import Network, Tower, TowerInput
 
 
 def backends() -> Iterator[Kernels]:

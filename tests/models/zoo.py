@@ -18,8 +18,8 @@ from octavo import LLM, SamplingParams
 from octavo.core.dtypes import DType
 from octavo.kernels.interface import Kernels
 from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_model
 from octavo.models.config_files import read_model_config
 
 #: What most small configurations have in common; the vocabulary is that of ``PROMPTS``.

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from octavo import LLM
-from octavo.core.adapters import LoRARequest
+from octavo.core.request import LoRARequest
 from octavo.core.sampling_params import SamplingParams
-from octavo.loader.adapters.targets import AdapterTargets
+from octavo.loader.adapters import AdapterTargets
 from octavo.models.config_files import read_model_config
 from tests.runner.test_adapter_store import make_adapter
 

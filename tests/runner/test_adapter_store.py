@@ -13,16 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from octavo.core.adapters import AdapterRef
 from octavo.core.errors import InsufficientMemoryError
 from octavo.core.plan import NewSequence, StepResult, TableChange
-from octavo.core.preparation import adapter_preparation
-from octavo.core.request import Generate
+from octavo.core.request import AdapterRef, Generate, adapter_preparation
 from octavo.core.sampling_params import SamplingParams
-from octavo.loader.adapters.adapter_files import check_adapter
-from octavo.loader.adapters.targets import AdapterTargets
+from octavo.loader.adapters import AdapterTargets, check_adapter
 from octavo.models.config_files import read_model_config
-from octavo.runner import lora_preparer
+from octavo.runner import preparer_kinds as lora_preparer
 from tests.runner.test_model_runner import PROMPT, Samples, Worker, samples
 
 pytestmark = pytest.mark.usefixtures("quick_collections")

@@ -14,19 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.plan import Fork, NewSequence, StepPlan, StepResult, TableChange
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.forward_batch import ForwardBatch, ForwardOutput
 from octavo.kernels.reference import ReferenceKernels
-from octavo.kernels.torch_send import PinnedSend
+from octavo.kernels.torch_backend import PinnedSend
 from octavo.models.config_files import read_model_config
-from octavo.runner.device_batch import SampledTokens, to_device
+from octavo.runner.device import SampledTokens, to_device
 from octavo.runner.input_batch import InputBatch
 from octavo.runner.loaded_model import LoadedModel
-from octavo.runner.model_runner import ModelRunner
-from octavo.runner.pending import QueuedStep
+from octavo.runner.model_runner import ModelRunner, QueuedStep
 
 BLOCK, MAX_LEN, ROWS = 4, 64, 4
 BLOCKS_OF_ONE = MAX_LEN // BLOCK

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.core.kv_spec import KVSpec
+from octavo.config.kv_spec import KVSpec
 from octavo.core.plan import StepPlan
 from octavo.kernels import load_kernels
-from octavo.kernels.cache import LayerCache
-from octavo.kernels.interface import Kernels
+from octavo.kernels.interface import Kernels, LayerCache
 from octavo.runner.cache_engine import CacheEngine
 
 LAYERS, BLOCKS, HOST_BLOCKS = 3, 6, 4

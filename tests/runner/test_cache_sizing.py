@@ -14,22 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from octavo.core.config import EngineConfig, make_config
+from octavo.config.engine_config import EngineConfig, make_config
+from octavo.config.kv_spec import KVLayout, group_layers
 from octavo.core.dtypes import DType
 from octavo.core.errors import InsufficientMemoryError
-from octavo.core.kv_groups import KVLayout
-from octavo.core.kv_spec import group_layers
-from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, padding_batch
+from octavo.kernels.interface import LayerCache
 from octavo.kernels.reference import ReferenceKernels
-from octavo.kernels.torch_memory import CudaMemory, in_use, measure_peak
-from octavo.layers.context import LayerContext
-from octavo.loader.model import load_model
+from octavo.kernels.torch_backend import CudaMemory, in_use, measure_peak
+from octavo.layers.layer import LayerContext
+from octavo.loader.weights import load_model
 from octavo.models.config_files import read_model_config
 from octavo.runner import memory
-from octavo.runner.cache_sizing import CacheSizing
 from octavo.runner.loaded_model import LoadedModel
-from octavo.runner.memory import largest_step
+from octavo.runner.memory import CacheSizing, largest_step
 from octavo.runner.model_runner import ModelRunner
 
 GIB = 1 << 30

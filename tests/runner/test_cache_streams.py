@@ -18,11 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.core.plan import StepPlan, TableChange
-from octavo.kernels.cache import LayerCache
-from octavo.kernels.interface import Kernels
-from octavo.kernels.torch_send import PinnedSend
-from octavo.runner.cuda_cache_engine import StreamedCacheEngine
-from octavo.runner.cuda_timers import CudaTimers
+from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.torch_backend import PinnedSend
+from octavo.runner.cuda import CudaTimers, StreamedCacheEngine
 
 
 class _Event:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo.runner import memory
-from octavo.runner.cgroups import group_limits
+from octavo.runner.memory import group_limits
 
 MIB = 1 << 20
 #: What version 1 shows where there is no limit.

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.preparation import grammar_preparation
-from octavo.core.request import Generate
-from octavo.core.sampling_params import SamplingParams
-from octavo.core.structured_outputs import Grammar
+from octavo.core.request import Generate, grammar_preparation
+from octavo.core.sampling_params import Grammar, SamplingParams
 from octavo.grammar import matcher
 from octavo.models.config_files import read_model_config
-from octavo.runner.grammar_preparer import GrammarPreparer
+from octavo.runner.preparer_kinds import GrammarPreparer
 from octavo.runner.preparers import PreparerContext, WorkerPreparations
 from tests.busy_machine import eventually
 

@@ -15,17 +15,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.plan import NewSequence, StepPlan, StepResult, TableChange
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardOutput
-from octavo.kernels.triton.backend import TritonKernels
-from octavo.kernels.triton.graphs import GraphedForward
+from octavo.kernels.triton.backend import GraphedForward, TritonKernels
 from octavo.models.config_files import read_model_config
 from octavo.runner.loaded_model import LoadedModel
-from octavo.runner.model_runner import ModelRunner
-from octavo.runner.pending import QueuedStep
+from octavo.runner.model_runner import ModelRunner, QueuedStep
 
 BLOCK = 16
 PARAMS = [

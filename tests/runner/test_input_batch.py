@@ -10,8 +10,7 @@ import pytest
 from octavo.core.plan import NewSequence, StepPlan, TableChange
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
-from octavo.runner.input_batch import InputBatch
-from octavo.runner.step_inputs import StepInputs
+from octavo.runner.input_batch import InputBatch, StepInputs
 
 GREEDY = Generate(SamplingParams(temperature=0.0), 0)
 

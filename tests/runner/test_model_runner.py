@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.plan import Fork, NewSequence, PositionLogprobs, StepPlan, StepResult, TableChange
 from octavo.core.request import AnyTask, Beam, Generate
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import BeamSearchParams, SamplingParams
 from octavo.models.config_files import read_model_config
 from octavo.runner.loaded_model import LoadedModel
 from octavo.runner.model_runner import ModelRunner

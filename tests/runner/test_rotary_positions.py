@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from octavo.core.plan import NewSequence, StepPlan, TableChange
 from octavo.core.request import Feature, Generate
 from octavo.core.sampling_params import SamplingParams
-from octavo.runner.input_batch import InputBatch
-from octavo.runner.rotary_positions import RotaryPositions, image_positions
+from octavo.runner.input_batch import InputBatch, RotaryPositions, image_positions
 
 torch = pytest.importorskip("torch")
 

@@ -11,19 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.config.kv_spec import group_layers
 from octavo.core.dtypes import DType
-from octavo.core.kv_spec import group_layers
 from octavo.kernels import load_kernels
-from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import make_batch
+from octavo.kernels.interface import LayerCache
 from octavo.kernels.reference import ReferenceKernels
-from octavo.kernels.triton.interpreter import interpreted
-from octavo.layers.context import LayerContext
-from octavo.layers.layer import Layer
-from octavo.loader.model import load_model
+from octavo.kernels.triton import interpreted
+from octavo.layers.layer import Layer, LayerContext
+from octavo.loader.weights import load_model
 from octavo.models.config_files import read_model_config
 from octavo.models.llama import LlamaForCausalLM
-from octavo.runner.cuda_sleep import SleepState, _tensors, put_to_sleep, wake_up
+from octavo.runner.cuda import SleepState, _tensors, put_to_sleep, wake_up
 
 
 @pytest.fixture
@@ -131,7 +130,7 @@ def test_what_the_gpu_backend_holds_comes_back(network: Path, quantization: str 
 
 
 def test_without_host_memory_it_stays_awake(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    import octavo.runner.cuda_sleep as module
+    import octavo.runner.cuda as module
 
     caches = caches_of(model)
     before, calls, real = logits(model, caches), 0, module._host_memory

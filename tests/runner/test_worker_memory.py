@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
-from octavo.core.config import EngineConfig, make_config
+from octavo.config.engine_config import EngineConfig, make_config
+from octavo.config.kv_spec import KVLayout, window_blocks
+from octavo.config.options import ParallelLayout
 from octavo.core.errors import ConfigError, InsufficientMemoryError
-from octavo.core.kv_groups import KVLayout, window_blocks
-from octavo.core.parallel import ParallelLayout
 from octavo.models.config_files import read_model_config
 from octavo.runner import memory
-from octavo.runner.cache_sizing import CacheSizing
-from octavo.runner.loaded_model import LoadedModel
-from octavo.runner.memory import WorkerShare
-from octavo.runner.ranks import Ranks
+from octavo.runner.loaded_model import LoadedModel, Ranks
+from octavo.runner.memory import CacheSizing, WorkerShare
 
 GIB = 1 << 30
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.sampling.logits_processors import CustomProcessors
-from octavo.sampling.sampler_outputs import RowError
+from octavo.sampling.logits_processors import CustomProcessors, RowError
 
 VOCAB = 8
 

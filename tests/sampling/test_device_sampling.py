@@ -14,10 +14,10 @@ pytest.importorskip("triton")
 from octavo.core.plan import NewSequence
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
-from octavo.kernels.torch_sampling import TorchLogits
-from octavo.kernels.triton.sampling_backend import TritonSampling
+from octavo.kernels.torch_backend import TorchLogits
+from octavo.kernels.triton.sampling import TritonSampling
+from octavo.sampling.logits_processors import PendingSamplerOutput, SamplerOutput
 from octavo.sampling.sampler import Sampler, TokenTable
-from octavo.sampling.sampler_outputs import PendingSamplerOutput, SamplerOutput
 
 VOCAB = 200
 ON_GPU = torch.cuda.is_available()

@@ -12,12 +12,10 @@ from llguidance import LLMatcher
 from tokenizers import decoders, models, pre_tokenizers
 
 from octavo.core.request import Generate
-from octavo.core.sampling_params import SamplingParams
-from octavo.core.structured_outputs import Grammar
+from octavo.core.sampling_params import Grammar, SamplingParams
 from octavo.grammar.matcher import GrammarError, GrammarTokenizer, compile_grammar
 from octavo.kernels.sampling import mask_words
-from octavo.sampling.grammar_mask import CompiledGrammar, GrammarMask, GrammarMasks
-from octavo.sampling.sampler_outputs import RowError
+from octavo.sampling.logits_processors import CompiledGrammar, GrammarMask, GrammarMasks, RowError
 
 WORDS = ["ab", "abc", "bc", '":"', '","', "true", "tr", "name", "12", " x"]
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -19,12 +19,10 @@ from torch import Tensor
 from octavo.core.plan import NewSequence, PositionLogprobs
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
-from octavo.kernels.numpy_sampling import position_logprobs
-from octavo.kernels.sampling import SamplingBackend
-from octavo.kernels.torch_sampling import TorchLogits
-from octavo.sampling.logits_processors import TokenMask
+from octavo.kernels.sampling import SamplingBackend, position_logprobs
+from octavo.kernels.torch_backend import TorchLogits
+from octavo.sampling.logits_processors import RowError, SamplerOutput, TokenMask
 from octavo.sampling.sampler import Sampler, TokenTable
-from octavo.sampling.sampler_outputs import RowError, SamplerOutput
 
 VOCAB = 200
 

@@ -9,11 +9,10 @@ from numpy.typing import NDArray
 
 from octavo.core.plan import NewSequence
 from octavo.core.request import Generate
-from octavo.core.sampling_params import SamplingParams
-from octavo.core.timestamp_rules import TimestampRules
-from octavo.kernels.torch_sampling import TorchLogits
+from octavo.core.sampling_params import SamplingParams, TimestampRules
+from octavo.kernels.torch_backend import TorchLogits
+from octavo.sampling.logits_processors import TimestampEdit
 from octavo.sampling.sampler import Sampler, TokenTable
-from octavo.sampling.timestamp_edit import TimestampEdit
 
 END, NO_TIMES, FIRST_TIME, VOCAB = 50, 59, 60, 160
 PROMPT = [51, 52]

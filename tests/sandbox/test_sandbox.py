@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from octavo.core.errors import ClientLimitError, SandboxError
-from octavo.sandbox import pool
-from octavo.sandbox.pool import MOST_OF_CLIENT, Sandbox
-from octavo.sandbox.process import SandboxAnswer, SandboxCall
+from octavo.process import sandbox as pool
+from octavo.process.sandbox import MOST_OF_CLIENT, Sandbox
+from octavo.process.sandbox_process import SandboxAnswer, SandboxCall
 from tests.busy_machine import PATIENCE, eventually
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from octavo.core.adapters import AdapterRef
-from octavo.core.option_parts import AdapterOptions
+from octavo.config.options import AdapterOptions
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.preparation import Limits, Preparation, adapter_preparation, grammar_preparation, limits_of
-from octavo.core.structured_outputs import Grammar
+from octavo.core.request import AdapterRef, Limits, Preparation, adapter_preparation, grammar_preparation, limits_of
+from octavo.core.sampling_params import Grammar
 
 #: What all images in memory may take together.
 IMAGE_MEMORY = 7

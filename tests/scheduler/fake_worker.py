@@ -17,22 +17,27 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.config import SchedulerOptions
-from octavo.core.engine_outputs import EngineCoreOutputs, GroupOutput, SequenceOutput
-from octavo.core.plan import Fork, NewSequence, PositionLogprobs, SequenceResult, StepPlan, StepResult
-from octavo.core.progress import Hypothesis
-from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, Pool, SequenceStatus
-from octavo.engine.step_loop import StepLoop, _Failed
+from octavo.config.options import SchedulerOptions
+from octavo.core.plan import (
+    EngineCoreOutputs,
+    Fork,
+    GroupOutput,
+    NewSequence,
+    PositionLogprobs,
+    SequenceOutput,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+)
+from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, Hypothesis, Pool, SequenceStatus
+from octavo.engine.core import StepLoop, _Failed
 from octavo.executor.executor import Executor, PendingStep
 from octavo.memory.block_manager import BlockManager
-from octavo.memory.block_tables import NO_BLOCK
-from octavo.memory.content_index import ContentIndex
-from octavo.memory.prefix_chain import positions
-from octavo.scheduler.beam_search import BeamSearch, Candidates
-from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.preparation_pool import PreparationState
-from octavo.scheduler.preparations import Preparations
-from octavo.scheduler.queues import Queues
+from octavo.memory.block_pool import NO_BLOCK
+from octavo.memory.prefix_cache import ContentIndex, positions
+from octavo.scheduler.groups import BeamSearch, Candidates, SequenceGroup
+from octavo.scheduler.preparations import Preparations, PreparationState
+from octavo.scheduler.queues import SchedulingState
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step import Step
 from octavo.speculation.drafter import Drafter
@@ -841,7 +846,7 @@ def check_accounting(engine: Engine) -> None:
         check_cache(engine)  # a step that failed to be submitted has moved nothing, which the cache is told later
 
 
-def check_steady(queues: Queues) -> None:
+def check_steady(queues: SchedulingState) -> None:
     """What is kept of the first running groups is what they say, and their last slots are known."""
     steady, columns = queues.steady, queues.steady.columns
     groups = queues.running[: steady.num_groups]
@@ -855,7 +860,7 @@ def check_steady(queues: Queues) -> None:
     assert slots == [max(0, s.slots_end - s.num_computed) for s in seqs], "their tests have less than 256 slots"
 
 
-def check_preparations(queues: Queues) -> None:
+def check_preparations(queues: SchedulingState) -> None:
     """Every unfinished group is counted at what it needs, a running one has it, and of the rest little is kept."""
     for pool in queues.preparations.pools.values():
         groups = {gid: {p.key for p in g.preparations if p.kind == pool.kind} for gid, g in queues.groups.items()}

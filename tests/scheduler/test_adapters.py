@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from octavo.core.adapters import AdapterRef
 from octavo.core.errors import AdapterError
 from octavo.core.plan import StepResult
+from octavo.core.request import AdapterRef
 from octavo.core.stats import AdapterStats, SchedulerStats, sum_stats
-from octavo.executor.worker_reports import WorkerReports
-from octavo.scheduler.preparation_pool import PreparationState
+from octavo.executor.executor import WorkerReports
+from octavo.scheduler.preparations import PreparationState
 from tests.scheduler.fake_preparations import adapter_options, load, lora, prompt_adapter
 from tests.scheduler.fake_worker import Engine, check_accounting, check_nothing_held, tokens_alone
 from tests.scheduler.test_scenarios import make, request

@@ -6,19 +6,12 @@ from typing import Any
 
 import pytest
 
-from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.config import SchedulerOptions
+from octavo.config.options import SchedulerOptions
 from octavo.core.plan import StepPlan
 from octavo.core.request import Beam, EngineCoreRequest, Generate, SequenceStatus
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import BeamSearchParams, SamplingParams
 from octavo.memory.block_manager import BlockManager
-from tests.scheduler.fake_worker import (
-    Engine,
-    check_accounting,
-    check_nothing_held,
-    hypotheses_alone,
-    tokens_alone,
-)
+from tests.scheduler.fake_worker import Engine, check_accounting, check_nothing_held, hypotheses_alone, tokens_alone
 
 BLOCK = 4
 

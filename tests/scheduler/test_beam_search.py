@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.progress import Hypothesis
-from octavo.core.request import Beam
-from octavo.scheduler.beam_search import BeamSearch, Candidates
+from octavo.core.request import Beam, Hypothesis
+from octavo.core.sampling_params import BeamSearchParams
+from octavo.scheduler.groups import BeamSearch, Candidates
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 
-from octavo.core.config import SchedulerOptions
-from octavo.core.engine_outputs import SequenceOutput
-from octavo.core.plan import SequenceResult, StepResult
+from octavo.config.options import SchedulerOptions
+from octavo.core.plan import SequenceOutput, SequenceResult, StepResult
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence
-from octavo.speculation.drafter import DraftedSequence, Drafter
-from octavo.speculation.waiting import Waiting
-from octavo.speculation.worker_drafter import DraftsOnWorkers
+from octavo.speculation.drafter import DraftedSequence, Drafter, DraftsOnWorkers
+from octavo.speculation.speculator import Waiting
 from tests.scheduler.fake_worker import (
     VOCABULARY,
     Engine,

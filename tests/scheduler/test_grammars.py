@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.preparation import Limits
-from octavo.core.request import EngineCoreRequest, Generate
-from octavo.executor.worker_reports import WorkerReports, reports_of
+from octavo.core.request import EngineCoreRequest, Generate, Limits
+from octavo.executor.executor import WorkerReports, reports_of
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.preparations import Preparations
 from tests.scheduler.fake_preparations import compilation, grammar

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
-from octavo.core.request import EngineCoreRequest, Generate
-from octavo.core.request_options import RequestOptions
+from octavo.core.request import EngineCoreRequest, Generate, RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.lab.bench.policies.kendall import kendall_tau
-from octavo.scheduler import length_predictor
-from octavo.scheduler.length_predictor import LengthPredictor, features_of
+from octavo.scheduler import policies as length_predictor
+from octavo.scheduler.policies import LengthPredictor, features_of
 
 Traffic = list[tuple[EngineCoreRequest, int]]
 

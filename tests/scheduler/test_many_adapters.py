@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from octavo.core.config import SchedulerOptions
+from octavo.config.options import SchedulerOptions
 from octavo.core.stats import AdapterStats
 from octavo.memory.block_manager import BlockManager
 from tests.scheduler.fake_preparations import FakePreparations, adapter_options, limits_for, lora

@@ -11,16 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.core.config import SchedulerOptions
-from octavo.core.request import EngineCoreRequest, Generate
-from octavo.core.request_options import RequestOptions
+from octavo.config.options import SchedulerOptions
+from octavo.core.request import EngineCoreRequest, Generate, RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.lab.bench.policies.kendall import kendall_tau
-from octavo.scheduler.group_queue import LaneQueue
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.policies import Policy, load_policy
-from octavo.scheduler.policies.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare
-from octavo.scheduler.policies.srpt import ShortestRemaining
+from octavo.scheduler.policies import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare, Policy, ShortestRemaining, load_policy
+from octavo.scheduler.queues import LaneQueue
 from tests.busy_machine import once_in_three
 from tests.scheduler.virtual_engine import DECODE, PREFILL, STEP, Job, VirtualEngine
 
@@ -254,7 +251,7 @@ def fair_group(number: int, user: str) -> SequenceGroup:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_fair_lifts_who_comes_back_to_the_least_of_those_that_wait(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.scheduler.policies.fair._MAX_IDLE", 5)
+    monkeypatch.setattr("octavo.scheduler.policies._MAX_IDLE", 5)
     rng, policy = random.Random(seed), FairShare({"u3": 5.0})
     groups: list[SequenceGroup] = []
     for number in range(600):
@@ -293,7 +290,7 @@ def test_the_cost_of_an_arrival_does_not_grow_with_the_users_that_wait() -> None
 
 
 def test_fair_forgets_idle_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.scheduler.policies.fair._MAX_IDLE", 10)
+    monkeypatch.setattr("octavo.scheduler.policies._MAX_IDLE", 10)
     engine = VirtualEngine("fair")
     engine.serve([Job(float(i), tokens(3), 2, user=f"user {i}") for i in range(50)])
     assert isinstance(policy_of(engine), FairShare)

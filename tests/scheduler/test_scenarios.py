@@ -8,20 +8,26 @@ from typing import Any
 import msgspec
 import pytest
 
-from octavo.core.adapters import AdapterRef
-from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.config import SchedulerOptions
+from octavo.config.options import AdapterOptions, SchedulerOptions
 from octavo.core.errors import ConfigError
-from octavo.core.option_parts import AdapterOptions
+from octavo.core.outputs import PoolingParams
 from octavo.core.plan import StepPlan
-from octavo.core.pooling_params import PoolingParams
-from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, Pool, SequenceStatus
-from octavo.core.request_options import RequestOptions
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.request import (
+    AdapterRef,
+    AnyTask,
+    Beam,
+    EngineCoreRequest,
+    Feature,
+    Generate,
+    Pool,
+    RequestOptions,
+    SequenceStatus,
+)
+from octavo.core.sampling_params import BeamSearchParams, SamplingParams
 from octavo.memory.block_manager import BlockManager
-from octavo.scheduler.group_queue import GroupQueue
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import POLICIES, Policy, load_policy
+from octavo.scheduler.queues import GroupQueue
 from octavo.scheduler.step import Step
 from tests.scheduler.fake_preparations import FakePreparations, adapter_options, limits_for
 from tests.scheduler.fake_worker import (

@@ -9,19 +9,25 @@ from typing import Any
 
 import pytest
 
-from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.config import SchedulerOptions
-from octavo.core.encoder_input import EncoderInput
+from octavo.config.kv_spec import GroupBlocks, window_blocks
+from octavo.config.options import SchedulerOptions
 from octavo.core.errors import AdapterError
-from octavo.core.image_input import PromptImage
-from octavo.core.kv_groups import GroupBlocks, window_blocks
-from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Feature, Generate, SequenceStatus
-from octavo.core.request_options import RequestOptions
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.request import (
+    AnyTask,
+    Beam,
+    EncoderInput,
+    EngineCoreRequest,
+    Feature,
+    Generate,
+    PromptImage,
+    RequestOptions,
+    SequenceStatus,
+)
+from octavo.core.sampling_params import BeamSearchParams, SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.policies import POLICIES, Policy
-from octavo.scheduler.preparation_pool import PreparationState
+from octavo.scheduler.preparations import PreparationState
 from octavo.speculation.drafter import DraftedSequence, Drafter
 from tests.scheduler.fake_preparations import (
     IMAGE_MEMORY,

@@ -14,11 +14,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.config import SchedulerOptions
-from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate
-from octavo.core.request_options import RequestOptions
-from octavo.core.sampling_params import SamplingParams
+from octavo.config.options import SchedulerOptions
+from octavo.core.request import AnyTask, Beam, EngineCoreRequest, Generate, RequestOptions
+from octavo.core.sampling_params import BeamSearchParams, SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.policies import POLICIES
 from tests.scheduler.fake_preparations import FakePreparations, grammar

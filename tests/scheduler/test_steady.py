@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo.core.config import SchedulerOptions
+from octavo.config.options import SchedulerOptions
 from octavo.core.plan import StepResult
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from octavo.core.config import SchedulerOptions
-from octavo.core.kv_groups import GroupBlocks, window_blocks
+from octavo.config.kv_spec import GroupBlocks, window_blocks
+from octavo.config.options import SchedulerOptions
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
-from octavo.memory.content_index import common_prefix
+from octavo.memory.prefix_cache import common_prefix
 from octavo.scheduler.step import Step
 from tests.scheduler.fake_worker import Answer, Engine, check_accounting, check_nothing_held, tokens_alone
 

@@ -6,10 +6,9 @@ import heapq
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.core.config import SchedulerOptions
+from octavo.config.options import SchedulerOptions
 from octavo.core.plan import StepResult
-from octavo.core.request import EngineCoreRequest, Generate
-from octavo.core.request_options import RequestOptions
+from octavo.core.request import EngineCoreRequest, Generate, RequestOptions
 from octavo.core.sampling_params import SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.scheduler import Scheduler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.server.reasoning_parsers.reasoning_parser import ReasoningParser
+from octavo.server.reasoning_parsers import ReasoningParser
 
 
 class IssueReasoning(ReasoningParser):

@@ -20,11 +20,11 @@ import httpx
 import openai
 import pytest
 
-from octavo.core.config_sources import resolve_server_options
+from octavo.config.server_options import ServerOptions
+from octavo.config.sources import resolve_server_options
 from octavo.core.errors import ConfigError
-from octavo.core.server_options import ServerOptions
-from octavo.server.api_keys import read_api_keys
-from octavo.server.serve_app import listening_socket
+from octavo.server.http.middleware import read_api_keys
+from octavo.server.serve import listening_socket
 from tests.busy_machine import PATIENCE, eventually
 from tests.server.running_server import Running
 

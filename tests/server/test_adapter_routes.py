@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from openai import NotFoundError
 
-from octavo.core.engine_view import EngineEvent
+from octavo.core.stats import EngineEvent
 from tests.adapters import write_adapter
 from tests.busy_machine import PATIENCE, eventually
 from tests.server.running_server import TINY, Running, running

@@ -13,10 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.core.server_options import ServerOptions
-from octavo.server import ui_files
-from octavo.server.api_description import describe_requests
-from octavo.server.app import make_routes
+from octavo.config.server_options import ServerOptions
+from octavo.server import page as ui_files
+from octavo.server.app import describe_requests, make_routes
 from octavo.server.metrics import Metrics
 
 

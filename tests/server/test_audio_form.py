@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.core.server_options import FORM_BYTES
-from octavo.server.api_errors import ApiError
-from octavo.server.audio import audio_form
-from octavo.server.audio.audio_form import Part, split_form
+from octavo.config.server_options import FORM_BYTES
+from octavo.server import audio as audio_form
+from octavo.server.audio import Part, split_form
+from octavo.server.http.errors import ApiError
 from tests.busy_machine import once_in_three
 
 KIND = "multipart/form-data; boundary=bound"

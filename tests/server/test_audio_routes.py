@@ -227,7 +227,7 @@ def test_recordings_outlive_processes_that_decode_them(server: Running) -> None:
 
     def decoders() -> list[psutil.Process]:
         children = psutil.Process(server.process.pid).children()
-        return [child for child in children if "octavo.sandbox.process" in child.cmdline()]
+        return [child for child in children if "octavo.process.sandbox_process" in child.cmdline()]
 
     assert decoders()
     with ThreadPoolExecutor() as pool:

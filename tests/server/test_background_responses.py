@@ -19,8 +19,8 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from octavo.server.responses.background import BackgroundResponse
-from octavo.server.responses.store import ResponseStore, Run, StoredResponse
+from octavo.server.openai.responses import BackgroundResponse
+from octavo.server.state import ResponseStore, Run, StoredResponse
 from tests.busy_machine import eventually
 from tests.server.running_server import TINY, Running, running
 from tests.server.test_growing_responses import USAGE

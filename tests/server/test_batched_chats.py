@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo.server.protocol_answers import ChatCompletion
+from octavo.server.openai.protocol import ChatCompletion
 from tests.server.running_server import Running
 
 PATH = "/v1/chat/completions/batch"

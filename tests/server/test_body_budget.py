@@ -19,10 +19,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.core.config_sources import resolve_server_options
-from octavo.server.api_errors import ApiError
-from octavo.server.body_budget import BodyBudget, make_budget
-from octavo.server.middleware import BodyLimitMiddleware
+from octavo.config.sources import resolve_server_options
+from octavo.server.http.errors import ApiError
+from octavo.server.http.middleware import BodyBudget, BodyLimitMiddleware, make_budget
 from tests.busy_machine import PATIENCE, eventually
 from tests.server.running_server import Running
 

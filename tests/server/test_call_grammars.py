@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from octavo.core.structured_outputs import StructuredOutputsParams
-from octavo.grammar.compile import byte_tokenizer, make_grammar
-from octavo.server.chat_output import collect
+from octavo.core.sampling_params import StructuredOutputsParams
+from octavo.grammar.sources import byte_tokenizer, make_grammar
 from octavo.server.tool_parsers import TOOL_PARSERS
-from octavo.server.tool_parsers.grammar import CallGrammar
+from octavo.server.tool_parsers.tool_parser import CallGrammar, collect
 from tests.grammar.byte_matcher import END, accepts
 
 TOOLS: dict[str, dict[str, Any]] = {

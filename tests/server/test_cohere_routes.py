@@ -9,7 +9,7 @@ import cohere
 import numpy as np
 import pytest
 
-from octavo.server.cohere.cohere_protocol import CohereChat, CohereEmbeddings
+from octavo.server.cohere import CohereChat, CohereEmbeddings
 from tests.server.running_server import Running
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -14,11 +14,10 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from octavo.core.server_options import ServerOptions
-from octavo.server import listener
-from octavo.server.http_protocol import HttpProtocol
-from octavo.server.listener import Acceptor, connection_limits
-from octavo.server.middleware import network_of
+from octavo.config.server_options import ServerOptions
+from octavo.server.http import connection as listener
+from octavo.server.http.connection import Acceptor, HttpProtocol, connection_limits
+from octavo.server.http.middleware import network_of
 from tests.busy_machine import PATIENCE
 from tests.server.running_server import Running
 

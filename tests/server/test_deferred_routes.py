@@ -7,7 +7,7 @@ import asyncio
 import httpx
 from fastapi import FastAPI
 
-from octavo.server.deferred_routes import DeferredRoutes, make_deferred
+from octavo.server.http.errors import DeferredRoutes, make_deferred
 
 
 async def hello() -> str:

@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from octavo.core.server_options import ServerOptions
+from octavo.config.server_options import ServerOptions
 from tests.busy_machine import eventually
 from tests.server.running_server import Running
 

@@ -16,11 +16,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from octavo.core.engine_view import BlockState, EngineEvent, EngineView, StepRecord
-from octavo.core.stats import SchedulerState
-from octavo.server import engine_events
-from octavo.server.api_errors import ApiError
-from octavo.server.engine_events import EngineEvents
+from octavo.core.stats import BlockState, EngineEvent, EngineView, SchedulerState, StepRecord
+from octavo.server import page as engine_events
+from octavo.server.http.errors import ApiError
+from octavo.server.page import EngineEvents
 from tests.busy_machine import PATIENCE, eventually
 from tests.server.running_server import Running
 

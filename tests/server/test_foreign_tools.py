@@ -10,10 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.server.chat_output import ToolCallArguments, ToolCallStart
-from octavo.server.responses.items import ITEMS, messages_of
-from octavo.server.responses.response_events import GrowingResponse
-from octavo.server.responses.response_tools import ToolOrigin
+from octavo.server.openai.response_request import ITEMS, ToolOrigin, messages_of
+from octavo.server.openai.responses import GrowingResponse
+from octavo.server.tool_parsers.tool_parser import ToolCallArguments, ToolCallStart
 from tests.server.running_server import TINY, Running, running
 from tests.server.test_growing_responses import USAGE, begun
 

@@ -8,11 +8,10 @@ import httpx
 import pytest
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.sampling_params import SamplingParams
-from octavo.core.structured_outputs import StructuredOutputsParams
-from octavo.server.api_errors import ApiError, as_api_error
-from octavo.server.formats import form_error, read_form, renamed
-from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
+from octavo.core.sampling_params import SamplingParams, StructuredOutputsParams
+from octavo.server.answer_format import form_error, read_form, renamed
+from octavo.server.http.errors import ApiError, as_api_error
+from octavo.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from tests.server.running_server import Running
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

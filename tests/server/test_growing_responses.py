@@ -16,11 +16,24 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from octavo.core.outputs import CompletionOutput, Logprob
-from octavo.engine.text_stream import TextStream
-from octavo.engine.tokenizer import Tokenizer, load_tokenizer
-from octavo.loader.byte_level import byte_alphabet
-from octavo.server.api_errors import ApiError
-from octavo.server.chat_output import (
+from octavo.engine.tokenizer import TextStream, Tokenizer, load_tokenizer
+from octavo.loader.sentencepiece import byte_alphabet
+from octavo.server.anthropic import GrowingMessage, MessageObject, MessageUsage
+from octavo.server.anthropic import MessageTokensDetails as ThinkingDetails
+from octavo.server.chat import ChatParser
+from octavo.server.generation import TextLogprobs, TokenNames, make_chat_logprobs
+from octavo.server.http.errors import ApiError
+from octavo.server.openai.response_protocol import (
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseObject,
+    ResponseUsage,
+)
+from octavo.server.openai.response_request import ITEMS, messages_of
+from octavo.server.openai.responses import GrowingResponse
+from octavo.server.reasoning_parsers import REASONING_PARSERS, Thinking
+from octavo.server.tool_parsers.formats import Hermes
+from octavo.server.tool_parsers.tool_parser import (
     ChatEvent,
     ContentDelta,
     ReasoningDelta,
@@ -28,22 +41,6 @@ from octavo.server.chat_output import (
     ToolCallStart,
     collect,
 )
-from octavo.server.chat_parser import ChatParser
-from octavo.server.logprobs import TextLogprobs, TokenNames, make_chat_logprobs
-from octavo.server.messages.message_events import GrowingMessage
-from octavo.server.messages.message_protocol import MessageObject, MessageUsage
-from octavo.server.messages.message_protocol import MessageTokensDetails as ThinkingDetails
-from octavo.server.reasoning_parsers import REASONING_PARSERS
-from octavo.server.reasoning_parsers.reasoning_parser import Thinking
-from octavo.server.responses.items import ITEMS, messages_of
-from octavo.server.responses.response_events import GrowingResponse
-from octavo.server.responses.response_protocol import (
-    InputTokensDetails,
-    OutputTokensDetails,
-    ResponseObject,
-    ResponseUsage,
-)
-from octavo.server.tool_parsers.json_calls import Hermes
 
 OPENAI: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ANTHROPIC: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from octavo.core.outputs import Logprob, TokenLogprobs
-from octavo.server import large_answers
-from octavo.server.large_answers import LARGE, LazyList, encode_in_slices, run_if_large
-from octavo.server.logprobs import make_prompt_logprobs
-from octavo.server.protocol_answers import Completion, CompletionChoice, CompletionLogprobs
-from octavo.server.protocol_base import ResponseModel
+from octavo.server.fields import ResponseModel
+from octavo.server.generation import make_prompt_logprobs
+from octavo.server.http import streaming as large_answers
+from octavo.server.http.streaming import LARGE, LazyList, encode_in_slices, run_if_large
+from octavo.server.openai.protocol import Completion, CompletionChoice, CompletionLogprobs
 from tests.server.running_server import Running
 
 

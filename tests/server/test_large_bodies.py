@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import field_validator
 
-from octavo.server.api_errors import ApiError, handle_errors
-from octavo.server.large_bodies import LARGE, MAX_ENTRIES, MAX_PARTS, BodyRoute, beside_loop, check_size
-from octavo.server.protocol_base import Int, RequestModel
+from octavo.server.fields import Int, RequestModel
+from octavo.server.http.bodies import LARGE, MAX_ENTRIES, MAX_PARTS, BodyRoute, check_size, run_in_thread_if_large
+from octavo.server.http.errors import ApiError, handle_errors
 from tests.busy_machine import PATIENCE, held_up
 from tests.server.running_server import Running
 
@@ -90,7 +90,7 @@ def answers(*bodies: bytes | dict[str, Any], content_type: str = "application/js
     handle_errors(app)
 
     async def count(request: Request, body: Body) -> dict[str, Any]:
-        worked_in = await beside_loop(request, lambda: threading.current_thread().name)
+        worked_in = await run_in_thread_if_large(request, lambda: threading.current_thread().name)
         return {"tokens": len(body.tokens), "worked_in": worked_in}
 
     app.add_api_route("/", count, methods=["POST"])

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.server.field_marks import Hint, Refused, marks_of
-from octavo.server.llamacpp.llama_protocol import LlamaCompletionRequest
+from octavo.server.fields import Hint, Refused, marks_of
+from octavo.server.llamacpp import LlamaCompletionRequest
 
 PLAIN = {"temperature": 0, "ignore_eos": True}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo.server.ui_files import FOLDER
+from octavo.server.page import FOLDER
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not there to run the module")
 

@@ -12,9 +12,8 @@ from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent, 
 from anthropic.types.message_count_tokens_params import MessageCountTokensParams
 from pydantic import TypeAdapter
 
-from octavo.server.field_marks import Hint, marks_of
-from octavo.server.messages.message_protocol import CountTokensRequest, MessagesRequest
-from octavo.server.messages.message_request import chat_body
+from octavo.server.anthropic import CountTokensRequest, MessagesRequest, chat_body
+from octavo.server.fields import Hint, marks_of
 from tests.server.beside_chats import chat_text, named_events
 from tests.server.running_server import Running
 

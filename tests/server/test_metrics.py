@@ -19,19 +19,18 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.core.errors import ConfigError, InvalidRequestError
-from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from octavo.core.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from octavo.core.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
+from octavo.core.sampling_params import StructuredOutputsParams
 from octavo.core.stats import AdapterStats, GroupState, SchedulerStats, SpeculationStats, StepStats, sum_stats
-from octavo.core.structured_outputs import StructuredOutputsParams
-from octavo.engine.replica import ReplicaState
-from octavo.engine.stat_loggers import StatusLine
+from octavo.engine.front_end import StatusLine
+from octavo.engine.replicas import ReplicaState
 from octavo.grammar.compiler import GrammarCompiler
-from octavo.sandbox.pool import Sandbox
+from octavo.process.sandbox import Sandbox
 from octavo.server import metrics as server_metrics
+from octavo.server import pooling as pooling_observer
+from octavo.server.logging import Tracer
 from octavo.server.metrics import Metrics, RequestObserver
-from octavo.server.pooling import pooling_observer
-from octavo.server.pooling.pooling_observer import PoolingObserver
-from octavo.server.tracing import Tracer
+from octavo.server.pooling import PoolingObserver
 from tests.busy_machine import once_in_three
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "dashboards" / "grafana.json"

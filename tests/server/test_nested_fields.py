@@ -15,7 +15,7 @@ from openai.types.chat import completion_create_params
 from openai.types.chat.chat_completion_assistant_message_param import ContentArrayOfContentPart
 from openai.types.chat.chat_completion_content_part_param import ChatCompletionContentPartParam
 
-from octavo.engine.template_program import template_variables
+from octavo.engine.chat_messages import template_variables
 from tests.server.running_server import TINY, running
 
 CHAT = "/v1/chat/completions"

@@ -7,12 +7,12 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.server.api_errors import ApiError
-from octavo.server.formats import read_form
-from octavo.server.llamacpp.llama_protocol import LlamaCompletionRequest
-from octavo.server.messages.message_protocol import MessagesRequest
-from octavo.server.protocol import ChatCompletionRequest, CompletionRequest
-from octavo.server.responses.response_protocol import ResponsesRequest
+from octavo.server.answer_format import read_form
+from octavo.server.anthropic import MessagesRequest
+from octavo.server.http.errors import ApiError
+from octavo.server.llamacpp import LlamaCompletionRequest
+from octavo.server.openai.protocol import ChatCompletionRequest, CompletionRequest
+from octavo.server.openai.response_protocol import ResponsesRequest
 from tests.server.running_server import Running
 
 USER = {"role": "user", "content": "hi"}

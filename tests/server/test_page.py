@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from octavo.server.ui_files import FOLDER, MEDIA_TYPES, POLICY, ui_files
+from octavo.server.page import FOLDER, MEDIA_TYPES, POLICY, ui_files
 from tests.server.running_server import Running
 
 Serve = Callable[..., Running]

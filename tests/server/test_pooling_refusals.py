@@ -13,8 +13,8 @@ import pytest
 from openai.types import EmbeddingCreateParams
 from safetensors.torch import load_file, save_file
 
-from octavo.server.field_marks import marks_of
-from octavo.server.pooling.pooled_fields import EmbeddingRequest, RerankRequest
+from octavo.server.fields import marks_of
+from octavo.server.pooling import EmbeddingRequest, RerankRequest
 from tests.embedding_models import make_encoder
 from tests.server.running_server import TINY, Running, running
 

@@ -12,9 +12,9 @@ import anthropic
 import httpx
 import pytest
 
-from octavo.server import compressed_bodies
-from octavo.server.api_errors import ApiError
-from octavo.server.compressed_bodies import decompressed
+from octavo.server.http import middleware as compressed_bodies
+from octavo.server.http.errors import ApiError
+from octavo.server.http.middleware import decompressed
 from tests.server.running_server import Running
 
 BODY = json.dumps({"prompt": "hello", "max_tokens": 4, "temperature": 0}).encode()

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from octavo.engine.tokenizer import Tokenizer
-from octavo.server.logprobs import prompt_tokens
+from octavo.server.generation import prompt_tokens
 
 WORDS = ["▁Hello", "▁you", "▁", "H", "e", "l", "o", "y", "u", "x", "é"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from octavo import LLM
-from octavo.server.pooling.pooled_answers import Ranking, ScoreList
+from octavo.server.pooling import Ranking, ScoreList
 from tests.server.running_server import Running
 
 QUERY = "the river"

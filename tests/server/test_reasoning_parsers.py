@@ -9,13 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.core.errors import ConfigError
-from octavo.engine.text_stream import TextStream
-from octavo.server.chat_formats import ChatFormats
-from octavo.server.chat_output import collect
-from octavo.server.chat_parser import ChatParser
-from octavo.server.reasoning_parsers import REASONING_PARSERS, find_reasoning_parser, load_reasoning_parser
-from octavo.server.reasoning_parsers.reasoning_parser import ReasoningParser, Thinking
+from octavo.engine.tokenizer import TextStream
+from octavo.server.answer_format import ChatFormats
+from octavo.server.chat import ChatParser
+from octavo.server.reasoning_parsers import (
+    REASONING_PARSERS,
+    ReasoningParser,
+    Thinking,
+    find_reasoning_parser,
+    load_reasoning_parser,
+)
 from octavo.server.tool_parsers import TOOL_PARSERS
+from octavo.server.tool_parsers.tool_parser import collect
 from tests.server.marked_reasoning import IssueReasoning
 from tests.server.recorded_calls import RECORDED, TOOLS
 

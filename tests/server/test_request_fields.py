@@ -9,8 +9,8 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from octavo.server.field_marks import Hint, marks_of
-from octavo.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from octavo.server.fields import Hint, marks_of
+from octavo.server.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from tests.server.running_server import Running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

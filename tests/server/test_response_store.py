@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.server.api_errors import ApiError
-from octavo.server.responses.store import ResponseStore, StoredResponse
+from octavo.server.http.errors import ApiError
+from octavo.server.state import ResponseStore, StoredResponse
 
 
 def stored(size: int, owner: str = "") -> StoredResponse:

@@ -10,8 +10,8 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent, response_create_params
 from pydantic import TypeAdapter
 
-from octavo.server.field_marks import Hint, marks_of
-from octavo.server.responses.response_protocol import ResponsesRequest
+from octavo.server.fields import Hint, marks_of
+from octavo.server.openai.response_protocol import ResponsesRequest
 from tests.server.beside_chats import chat_text, named_events
 from tests.server.running_server import Running
 

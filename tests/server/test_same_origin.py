@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from octavo.core.config_sources import resolve_server_options
-from octavo.server.same_origin import SameOriginMiddleware, host_rule
+from octavo.config.sources import resolve_server_options
+from octavo.server.http.middleware import SameOriginMiddleware, host_rule
 from tests.busy_machine import PATIENCE
 from tests.server.running_server import Running
 

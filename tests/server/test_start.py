@@ -17,9 +17,9 @@ import httpx
 import psutil
 import pytest
 
-from octavo.core.server_options import ServerOptions
-from octavo.server.loading import answers_while_loading
-from octavo.server.serve_app import listening_socket
+from octavo.config.server_options import ServerOptions
+from octavo.server.http.connection import answers_while_loading
+from octavo.server.serve import listening_socket
 from tests.busy_machine import eventually
 from tests.server.running_server import TINY, running
 

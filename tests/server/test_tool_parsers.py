@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.core.errors import ConfigError
-from octavo.server.chat_output import ChatEvent, ToolCallStart, collect
 from octavo.server.tool_parsers import TOOL_PARSERS, ToolParser, find_tool_parser, load_tool_parser
+from octavo.server.tool_parsers.tool_parser import ChatEvent, ToolCallStart, collect
 from tests.server.recorded_calls import CONTENT, RECORDED, TOOLS
 
 Message = tuple[str | None, list[tuple[str, str]]]

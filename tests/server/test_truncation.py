@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from octavo.server.api_errors import ApiError
-from octavo.server.responses import response_request as responses
-from octavo.server.responses.response_protocol import ResponsesRequest
-from octavo.server.responses.response_tools import ResponseTools
+from octavo.server.http.errors import ApiError
+from octavo.server.openai import response_request as responses
+from octavo.server.openai.response_protocol import ResponsesRequest
+from octavo.server.openai.response_request import ResponseTools
 
 
 def truncate(
@@ -20,14 +20,14 @@ def truncate(
     """The messages that are kept, of messages with so many tokens (a letter each), and the number of tries."""
     tries = []
 
-    async def start_chat(service: Any, request: Any, body: Any, *, prefix: str) -> Any:
+    async def prepare_chat(service: Any, request: Any, body: Any, *, prefix: str) -> Any:
         tries.append(body.messages)
         tokens = sum(len(m.content) + around for m in body.messages)
         if tokens >= room:
             raise ApiError(400, "too long", param="messages", code="context_length_exceeded")
         return [m.model_dump(exclude_none=True) for m in body.messages]
 
-    monkeypatch.setattr(responses, "start_chat", start_chat)
+    monkeypatch.setattr(responses, "start_chat", prepare_chat)
     tokenizer = SimpleNamespace(encode_batch=lambda texts, special: [list(text) for text in texts])
     service: Any = SimpleNamespace(
         llm=SimpleNamespace(tokenizer=tokenizer, max_model_len=room, inputs=SimpleNamespace(image_prompts=None)),

@@ -14,8 +14,8 @@ import pytest
 from starlette.requests import Request
 
 from octavo.core.errors import ClientLimitError, SandboxError
-from octavo.server.api_errors import as_api_error
-from octavo.server.middleware import client_of
+from octavo.server.http.errors import as_api_error
+from octavo.server.http.middleware import client_of
 from tests.busy_machine import PATIENCE
 from tests.server.running_server import TINY, Running, running
 

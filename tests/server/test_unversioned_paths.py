@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.server.unversioned_paths import versioned
+from octavo.server.http.middleware import versioned
 from tests.server.running_server import TINY, Running, running
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0, "ignore_eos": True}

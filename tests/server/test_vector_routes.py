@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from octavo import LLM
-from octavo.server.pooling.pooled_answers import ClassificationList, EmbeddingList, PooledList
+from octavo.server.pooling import ClassificationList, EmbeddingList, PooledList
 from tests.busy_machine import eventually
 from tests.embedding_models import HIDDEN_SIZE, PROMPTS
 from tests.server.running_server import Running

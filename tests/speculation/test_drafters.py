@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.core.speculative_options import SpeculativeConfig
-from octavo.speculation import ngram, suffix
-from octavo.speculation.ngram import NgramDrafter
-from octavo.speculation.suffix import History, SuffixDrafter
+from octavo.config.options import SpeculativeConfig
+from octavo.speculation import drafter as ngram
+from octavo.speculation import drafter as suffix
+from octavo.speculation.drafter import History, NgramDrafter, SuffixDrafter
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from octavo.speculation.costs import StepCosts, best_lengths
-from octavo.speculation.draft_lengths import AdaptiveLength, FixedLength
+from octavo.speculation.speculator import AdaptiveLength, FixedLength, StepCosts, best_lengths
 
 
 def cpu(rows: int) -> float:

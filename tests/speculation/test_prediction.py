@@ -7,9 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.core.speculative_options import SpeculativeConfig
-from octavo.speculation.ngram import NgramDrafter
-from octavo.speculation.prediction import PredictionDrafter
+from octavo.config.options import SpeculativeConfig
+from octavo.speculation.drafter import NgramDrafter, PredictionDrafter
 from octavo.speculation.speculator import Speculator
 from tests.speculation.test_drafters import Tokens
 

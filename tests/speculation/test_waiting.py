@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.speculation.waiting import Waiting
+from octavo.speculation.speculator import Waiting
 
 
 def share_of_waits(accepted: float, idle: float, steps: int = 1000) -> float:

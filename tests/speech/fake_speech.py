@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from octavo.speech.log_mel import SAMPLE_RATE, WINDOW_SAMPLES
-from octavo.speech.segments import Segment, Transcription
-from octavo.speech.speech_tokens import SpeechTokens
+from octavo.speech.segments import Segment, SpeechTokens, Transcription
 from octavo.speech.transcription import Align, Answer, Ask, Codec, Decode, Heard, Language, Listen, Loop, Silence
 
 #: Ids below are those of letters.

@@ -14,8 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from octavo.core.errors import AudioError, ClientLimitError, ConfigError
-from octavo.sandbox.pool import Sandbox
-from octavo.sandbox.process import SandboxAnswer
+from octavo.process.sandbox import Sandbox
+from octavo.process.sandbox_process import SandboxAnswer
 from octavo.speech import audio_reader
 from octavo.speech.audio_files import AudioLimits, Recording
 from octavo.speech.audio_reader import AudioReader, SandboxRecording
@@ -70,7 +70,7 @@ def test_it_goes_on_with_the_same_bits_in_a_process_that_does_not_know_it(
 def kill_processes() -> None:
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # ended, or a zombie that nobody has waited for
-            if "octavo.sandbox.process" in child.cmdline():
+            if "octavo.process.sandbox_process" in child.cmdline():
                 child.send_signal(signal.SIGKILL)
 
 

@@ -7,10 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from octavo.speech.audio_windows import AudioWindows
-from octavo.speech.formats import FORMATS, clock, verbose_object
-from octavo.speech.languages import LANGUAGES, language_code
-from octavo.speech.segments import Segment, Transcription, Word
+from octavo.speech.log_mel import AudioWindows
+from octavo.speech.segments import LANGUAGES, Segment, Transcription, Word, language_code
+from octavo.speech.transcription import FORMATS, clock, verbose_object
 
 WORDS = [Word(" Hello", 0.0, 0.5, 0.9), Word(" there.", 0.5, 1.25, 0.8)]
 MADE = Transcription(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from octavo.speech.resampling import Resampler
+from octavo.speech.audio_files import Resampler
 
 RATES = [8_000, 11_025, 12_345, 22_050, 44_100, 48_000, 96_000]
 

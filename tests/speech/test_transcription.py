@@ -8,8 +8,7 @@ import pytest
 
 from octavo.core.errors import InvalidRequestError
 from octavo.speech.segments import cut_answer
-from octavo.speech.transcription import Answer, Language, Silence, transcribe
-from octavo.speech.transcription_params import TranscriptionParams
+from octavo.speech.transcription import Answer, Language, Silence, TranscriptionParams, transcribe
 from tests.speech.fake_speech import CODEC, KNOWN, MULTILINGUAL, TIME, FakeModel, said
 
 GOOD = -0.2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octavo.speech.word_times import split_words, token_starts, warping_path
+from octavo.speech.segments import split_words, token_starts, warping_path
 from tests.speech.fake_speech import CODEC
 
 

@@ -2,31 +2,346 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from octavo.compat.vllm.batch_processors import BatchProcessors, VllmConfig, split_processors
+import msgspec
+
 from octavo.compat.vllm.engine_args import given_options
-from octavo.compat.vllm.pooling import PoolingOptions
-from octavo.compat.vllm.pooling_methods import PoolingMethods
-from octavo.compat.vllm.profiling import Profiler
-from octavo.compat.vllm.reader_metrics import Metric, RequestFigures
-from octavo.core.config_sources import resolve_config
-from octavo.core.outputs import RequestOutput
-from octavo.core.pooling_params import PoolingParams
-from octavo.core.prompts import Prompt
-from octavo.core.request_options import DEFAULT_OPTIONS, RequestOptions
+from octavo.compat.vllm.helpers import BatchProcessors, Metric, RequestFigures, VllmConfig, split_processors
+from octavo.config.sources import resolve_config
+from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.model_config import model_tasks
+from octavo.core.outputs import POOLING_TASKS, Pooled, PoolingKind, PoolingOutput, PoolingRequestOutput, RequestOutput
+from octavo.core.outputs import PoolingParams as OctavoPoolingParams
+from octavo.core.outputs import PoolingParams as OwnParams
+from octavo.core.request import DEFAULT_OPTIONS, Prompt, RequestOptions
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+from octavo.engine.async_llm import AsyncLLM as OctavoAsyncLLM
+from octavo.engine.front_end import StatLogger
 from octavo.engine.llm import LLM as OctavoLLM
+from octavo.engine.llm import PoolingCalls
 from octavo.engine.llm_engine import LLMEngine as OctavoEngine
 from octavo.engine.model_files import find_files
-from octavo.engine.stat_loggers import StatLogger
-from octavo.kernels import resolve_device
+from octavo.kernels import require_torch, resolve_device
 from octavo.loader.resolve import resolve_model
+
+if TYPE_CHECKING:
+    from octavo.engine.pooling_inputs import PoolingInputs
+
+
+# vLLM's parameters and options of pooling, as Octavo's.
+
+_KINDS: dict[str, PoolingKind] = {"CLS": "cls", "LAST": "last", "MEAN": "mean"}
+#: Former names of ``use_activation``, of vectors (``normalize``) and of class scores.
+_ACTIVATIONS = ("normalize", "softmax", "activation")
+_NO_STEPS = "scores of tokens are given of all tokens (token_classify)"
+_NO_CHUNKS = "a text is computed as a whole"
+_NO_CALIBRATION = "class scores are as the model's files say"
+_FORMER_TASKS = {"embedding": "embed", "reward": "auto"}
+
+
+class PoolingParams(OwnParams, kw_only=True, omit_defaults=True):
+    """Octavo's parameters, with vLLM's further fields: names for the same, or such that decide nothing here.
+
+    Raises:
+        InvalidRequestError: a field asks for what there is not.
+    """
+
+    normalize: bool | None = None
+    softmax: bool | None = None
+    activation: bool | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+    requires_token_ids: bool = False
+    skip_reading_prefix_cache: bool | None = None
+    extra_kwargs: dict[str, Any] | None = None
+    output_kind: Any = None
+
+    def __post_init__(self) -> None:
+        try:
+            self.use_activation = _activation(self)
+            _refuse(self, {"step_tag_id": _NO_STEPS, "returned_token_ids": _NO_STEPS, "extra_kwargs": "none is known"})
+        except ConfigError as e:
+            raise InvalidRequestError(str(e)) from None
+        for name in (*_ACTIVATIONS, "skip_reading_prefix_cache", "output_kind", "extra_kwargs"):
+            setattr(self, name, None)  # Octavo's fields say it now
+        self.requires_token_ids = False
+        super().__post_init__()
+
+    def clone(self) -> PoolingParams:
+        """A copy."""
+        return msgspec.structs.replace(self)
+
+
+@dataclasses.dataclass
+class PoolerConfig:
+    """How vectors and scores are made, where it is to be other than the model's files say."""
+
+    task: str | None = None
+    pooling_type: str | None = None
+    seq_pooling_type: str | None = None
+    tok_pooling_type: str | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
+    softmax: bool | None = None
+    activation: bool | None = None
+    dimensions: int | None = None
+    enable_chunked_processing: bool | None = None
+    max_embed_len: int | None = None
+    logit_mean: float | None = None
+    logit_sigma: float | None = None
+    logit_bias: float | None = None
+    logit_scale: float | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+
+    def apply(self, pooling: PoolingInputs) -> OwnParams:
+        """Sets how the model pools; what requests ask for that do not say otherwise.
+
+        Raises:
+            ConfigError: naming the field that asks for what there is not.
+        """
+        _refuse(self, {"enable_chunked_processing": _NO_CHUNKS, "max_embed_len": _NO_CHUNKS})
+        _refuse(self, dict.fromkeys(("logit_mean", "logit_sigma", "logit_bias", "logit_scale"), _NO_CALIBRATION))
+        _refuse(self, {"step_tag_id": _NO_STEPS, "returned_token_ids": _NO_STEPS})
+        for name in ("pooling_type", "seq_pooling_type", "tok_pooling_type"):
+            kind = getattr(self, name)
+            if kind is None or (name != "seq_pooling_type" and kind == "ALL"):
+                continue
+            if kind not in _KINDS or name == "tok_pooling_type":
+                known = "ALL" if name == "tok_pooling_type" else ", ".join(_KINDS)
+                raise ConfigError(f"pooler_config: {name} must be one of {known}, not {kind!r}")
+            pooling.pooler = dataclasses.replace(pooling.pooler, kind=_KINDS[kind])
+        try:
+            if self.task is not None and self.task in POOLING_TASKS:
+                pooling.require(self.task)
+            params = OwnParams(dimensions=self.dimensions, use_activation=_activation(self))
+        except InvalidRequestError as e:
+            raise ConfigError(f"pooler_config: {e}") from None
+        return params
+
+
+class PoolingOptions:
+    """The options of an engine that are about pooling, taken out of all options and applied once it is made."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        """Takes them out of ``options``, and gives the others the names that they have here.
+
+        Raises:
+            ConfigError: there are two configurations, or one is none.
+        """
+        given = [options.pop(name, None) for name in ("pooler_config", "override_pooler_config")]
+        configs = [config for config in given if config is not None]
+        if len(configs) > 1:
+            raise ConfigError("pooler_config and override_pooler_config are the same: give one of them")
+        self._config = _as_config(configs[0]) if configs else None
+        #: What requests ask for that do not say otherwise.
+        self.defaults = OwnParams()
+        self._is_pooling = options.get("runner") == "pooling" or options.get("convert") == "embed"
+        if options.get("task") in _FORMER_TASKS:
+            options["task"] = _FORMER_TASKS[options["task"]]
+        overrides = options.get("hf_overrides")
+        if isinstance(overrides, Mapping) and "classifier_from_token" in overrides:
+            # A language model as a judge, which vLLM makes a class head of.
+            options["hf_overrides"] = {name: value for name, value in overrides.items() if name != "architectures"}
+            options["task"] = "score"
+            self._is_pooling = False
+
+    def apply(self, pooling: PoolingInputs) -> None:
+        """As the engine's requests are checked from now on.
+
+        Raises:
+            ConfigError: a field of the configuration asks for what there is not.
+        """
+        if self._is_pooling and pooling.config.head == "lm" and "generate" in pooling.tasks:
+            pooling.tasks = model_tasks(pooling.config, "embed")
+        if self._config is not None:
+            self.defaults = self._config.apply(pooling)
+
+    def filled(self, params: OwnParams) -> OwnParams:
+        """The parameters of a request with what the configuration says."""
+        fields: dict[str, Any] = {}
+        if params.use_activation is None:
+            fields["use_activation"] = self.defaults.use_activation
+        if params.dimensions is None and params.task in (None, "embed", "token_embed"):
+            fields["dimensions"] = self.defaults.dimensions
+        return msgspec.structs.replace(params, **fields)
+
+
+def with_tensors(outputs: Sequence[Pooled]) -> list[Pooled]:
+    """The outputs with tensors of torch, where it is installed, as scripts expect of ``encode``."""
+    if find_spec("torch") is not None:
+        import torch
+
+        for output in outputs:
+            if isinstance(output.outputs, PoolingOutput):
+                data: Any = torch.from_numpy(output.outputs.data.copy())
+                output.outputs.data = data
+    return list(outputs)
+
+
+def print_embeddings(values: Sequence[float], prefix: str = "Embeddings") -> None:
+    """Prints the first numbers of a vector, and how many there are."""
+    first = [str(value) for value in values[:4]] + (["..."] if len(values) > 4 else [])
+    print(f"{prefix}: [{', '.join(first)}] (size={len(values)})")
+
+
+def _as_config(given: Any) -> PoolerConfig:
+    if isinstance(given, PoolerConfig):
+        return given
+    names = {field.name for field in dataclasses.fields(PoolerConfig)}
+    if not isinstance(given, Mapping) or not given.keys() <= names:
+        raise ConfigError(
+            f"pooler_config must be a PoolerConfig or have its fields ({', '.join(names)}), not {given!r}"
+        )
+    return PoolerConfig(**given)
+
+
+def _activation(given: Any) -> bool | None:
+    """What the fields that mean ``use_activation`` say.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    values = {name: getattr(given, name) for name in ("use_activation", *_ACTIVATIONS)}
+    said = {name: value for name, value in values.items() if value is not None}
+    if len(set(said.values())) > 1:
+        raise ConfigError(f"{' and '.join(said)} mean the same here, and must not differ")
+    return next(iter(said.values()), None)
+
+
+def _refuse(given: Any, reasons: Mapping[str, str]) -> None:
+    """Refuses fields that are set.
+
+    Raises:
+        ConfigError: naming one, and why.
+    """
+    for name, reason in reasons.items():
+        if getattr(given, name):
+            raise ConfigError(f"{name} must be left out, not {getattr(given, name)!r}: {reason}")
+
+
+# The methods of vLLM's ``LLM`` that do not generate, with its keywords and with tensors.
+
+_PAIRS = "pairs have the form that the model's tokenizer gives them, or the prompt that Qwen3-Reranker is trained with"
+
+
+class PoolingMethods(PoolingCalls):
+    """Octavo's methods. Prompts are cut by ``truncate_prompt_tokens``, alone or among ``tokenization_kwargs``."""
+
+    def encode(self, prompts: Any, pooling_params: Any = None, **keywords: Any) -> list[PoolingRequestOutput]:
+        """As Octavo's; ``data`` is a tensor where torch is installed."""
+        return with_tensors(super().encode(prompts, _cut(pooling_params, keywords), **keywords))
+
+    def reward(self, prompts: Any, **keywords: Any) -> list[PoolingRequestOutput]:
+        """As Octavo's; see ``encode``, which it calls."""
+        return super().reward(prompts, **_with_cut(keywords))
+
+    def embed(self, prompts: Any, **keywords: Any) -> list[PoolingRequestOutput]:
+        """As Octavo's."""
+        return super().embed(prompts, **_with_cut(keywords))
+
+    def classify(self, prompts: Any, **keywords: Any) -> list[PoolingRequestOutput]:
+        """As Octavo's."""
+        return super().classify(prompts, **_with_cut(keywords))
+
+    def score(
+        self, data_1: Any, data_2: Any, *, chat_template: str | None = None, **keywords: Any
+    ) -> list[PoolingRequestOutput]:
+        """As Octavo's.
+
+        Raises:
+            InvalidRequestError: there is a ``chat_template``; or as Octavo's.
+        """
+        if chat_template is not None:
+            raise InvalidRequestError(f"chat_template must be None in score: {_PAIRS}")
+        return super().score(data_1, data_2, **_with_cut(keywords))
+
+
+def _with_cut(keywords: dict[str, Any]) -> dict[str, Any]:
+    params = _cut(keywords.pop("pooling_params", None), keywords)
+    return {**keywords, "pooling_params": params}
+
+
+def _cut(params: Any, keywords: dict[str, Any]) -> Any:
+    """The parameters with the number of tokens that the keywords name, which are removed from these."""
+    more = dict(keywords.pop("tokenization_kwargs", None) or {})
+    most = keywords.pop("truncate_prompt_tokens", None)
+    most = more.pop("truncate_prompt_tokens", None) if most is None else most
+    if more:
+        keywords["tokenization_kwargs"] = more  # refused by name
+    if most is None:
+        return params
+    if isinstance(params, Sequence) and not isinstance(params, Mapping):
+        return [msgspec.structs.replace(each, truncate_prompt_tokens=most) for each in params]
+    return msgspec.structs.replace(params or OctavoPoolingParams(), truncate_prompt_tokens=most)
+
+
+# Traces of the engine's own process by torch's profiler, between ``start_profile`` and ``stop_profile``.
+
+
+@dataclass
+class ProfilerConfig:
+    """Where traces go. A CPU's kernels are not torch's: ``octavo bench kernels`` and ``time_kernels`` see these."""
+
+    profiler: str | None = "torch"
+    #: Folder of the traces, which Chrome's tracing page and Perfetto show.
+    torch_profiler_dir: str = ""
+    #: Accepted, as the trace is all between start and stop.
+    delay_iterations: int = 0
+    max_iterations: int = 0
+
+
+class Profiler:
+    """One trace at a time."""
+
+    def __init__(self, config: ProfilerConfig | dict[str, Any] | None) -> None:
+        """``config``: by default the folder is what the variable VLLM_TORCH_PROFILER_DIR names."""
+        if config is None:
+            config = ProfilerConfig(torch_profiler_dir=os.environ.get("VLLM_TORCH_PROFILER_DIR", ""))
+        self._config = ProfilerConfig(**config) if isinstance(config, dict) else config
+        if self._config.profiler not in (None, "torch"):
+            raise ConfigError(f"profiler_config: profiler must be 'torch', not {self._config.profiler!r}")
+        self._trace: Any = None
+        self._number = 0
+
+    def start(self) -> None:
+        """Begins a trace.
+
+        Raises:
+            ConfigError: no folder is named for it, or torch is not installed.
+        """
+        if not self._config.torch_profiler_dir:
+            raise ConfigError("start_profile needs a folder: LLM(profiler_config={'torch_profiler_dir': FOLDER})")
+        require_torch("traces of vLLM's profiler")
+        import torch
+
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._trace = torch.profiler.profile(activities=activities)
+        self._trace.start()
+
+    def stop(self) -> Path | None:
+        """Ends the trace and writes it: its file, or None if there was none."""
+        if self._trace is None:
+            return None
+        self._trace.stop()
+        folder = Path(self._config.torch_profiler_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"octavo-{os.getpid()}-{self._number}.pt.trace.json"
+        self._number += 1
+        self._trace.export_chrome_trace(str(path))
+        self._trace = None
+        return path
 
 
 class _Calls(OctavoEngine):
@@ -69,7 +384,7 @@ class _Calls(OctavoEngine):
         **keywords: Any,
     ) -> None:
         """As Octavo's, with the logits processors that the engine was started with."""
-        if isinstance(params, PoolingParams):
+        if isinstance(params, OctavoPoolingParams):
             params = self._pooling.filled(params)
         if isinstance(params, SamplingParams):
             params = self._processors.given_to(params)
@@ -203,3 +518,92 @@ class LLM(_Calls, PoolingMethods, OctavoLLM):  # type: ignore[misc]  # metrics h
         """
         options = engine_args.given()
         return cls(options.pop("model", None) or engine_args.create_engine_config().model, **options)
+
+
+# ``AsyncLLM`` with vLLM's order of arguments.
+
+
+class AsyncLLM(OctavoAsyncLLM):
+    """Octavo's, made of ``AsyncEngineArgs``; the first request loads the model."""
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: Any,
+        start_engine_loop: bool = True,
+        usage_context: object = None,
+        stat_loggers: Sequence[StatLogger] | None = None,
+        **_: object,
+    ) -> Self:
+        """An engine with these options.
+
+        Raises:
+            ConfigError: an option is wrong.
+        """
+        return cls(engine_args.create_engine_config(), stat_loggers=stat_loggers or ())
+
+    async def generate(  # type: ignore[override]
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        **keywords: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As Octavo's, whose order is request, prompt, parameters.
+
+        Raises:
+            OctavoError: see there.
+        """
+        async for output in super().generate(request_id, prompt, sampling_params, **keywords):
+            yield output
+
+    async def encode(
+        self, prompt: Prompt, pooling_params: OctavoPoolingParams, request_id: str, **keywords: Any
+    ) -> AsyncGenerator[Pooled, None]:
+        """What ``pool`` gives, as the one output of a stream.
+
+        Raises:
+            OctavoError: see there.
+        """
+        yield await self.pool(request_id, prompt, pooling_params, **keywords)
+
+    async def abort(self, request_id: str | Iterable[str], *_: object, **__: object) -> None:
+        """Ends one request or several."""
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            await super().abort(name)
+
+    async def collective_rpc(  # type: ignore[override]
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """As Octavo's, in vLLM's order of arguments."""
+        return await super().collective_rpc(method, args, kwargs, timeout)
+
+    async def check_health(self) -> None:
+        """Raises if the engine has died.
+
+        Raises:
+            EngineDeadError: it has, or was shut down.
+        """
+        self.check_alive()
+
+    async def do_log_stats(self) -> None:
+        """Nothing: ``log_stats_interval`` writes status lines."""
+
+    @property
+    def errored(self) -> bool:
+        """Whether requests cannot be accepted any more."""
+        return self._error is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests can be accepted."""
+        return self._error is None
+
+    @property
+    def dead_error(self) -> BaseException | None:
+        """Why they cannot."""
+        return self._error

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
+import bisect
 import enum
 import gc
+import importlib
+import inspect
+import json
 import logging
 import random
 import socket
 import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
+from typing import Any, TypeVar
 
+from octavo.config.engine_config import EngineConfig
+from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.outputs import RequestOutput
+from octavo.core.sampling_params import LogitsProcessor as RequestLogitsProcessor
+from octavo.core.sampling_params import SamplingParams
+from octavo.core.stats import SchedulerStats
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
+from octavo.kernels import require_torch
 from octavo.loader.resolve import resolve_model
 
 #: The version of vLLM whose names these are, for scripts that compare it.
@@ -123,3 +140,365 @@ class Platform:
 
 
 current_platform = Platform()
+
+
+# ``get_metrics`` as vLLM gives it: counters, gauges, vectors and histograms, by vLLM's names.
+
+_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+@dataclass
+class Metric:
+    """A figure by its name."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """A total since the engine started."""
+
+    value: int
+
+
+@dataclass
+class Gauge(Metric):
+    """A figure as it is now."""
+
+    value: float
+
+
+@dataclass
+class Vector(Metric):
+    """Totals by position."""
+
+    values: list[int]
+
+
+@dataclass
+class Histogram(Metric):
+    """Observations: how many, their sum, and how many of them are at most each bound."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+@dataclass
+class _Observed:
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def histogram(self, name: str, labels: dict[str, str]) -> Histogram:
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        buckets = dict(zip(names, accumulate(self.counts or [0] * len(names)), strict=True))
+        return Histogram(name, labels, buckets["+Inf"], self.sum, buckets)
+
+
+class RequestFigures:
+    """What ended requests have come to."""
+
+    def __init__(self) -> None:
+        self._seconds = {
+            name: _Observed(_SECONDS)
+            for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds")
+        }
+        self._tokens = {name: _Observed(_TOKENS) for name in ("request_prompt_tokens", "request_generation_tokens")}
+
+    def add(self, output: RequestOutput, num_tokens: int) -> None:
+        """A request has ended, with so many tokens of output."""
+        times = output.metrics
+        for name, moment in zip(
+            self._seconds, (times.first_token_time, times.finished_time, times.first_scheduled_time), strict=True
+        ):
+            if moment is not None:
+                self._seconds[name].add(moment - times.arrival_time)
+        self._tokens["request_prompt_tokens"].add(output.num_prompt_tokens)
+        self._tokens["request_generation_tokens"].add(num_tokens)
+
+    def metrics(self, stats: SchedulerStats, model: str) -> list[Metric]:
+        """All figures now; those of tokens and times are of requests that have ended."""
+        labels = {"model_name": model, "engine": "0"}
+
+        def counter(name: str, value: float) -> Counter:
+            return Counter(f"vllm:{name}", labels, int(value))
+
+        metrics: list[Metric] = [
+            Gauge("vllm:num_requests_running", labels, stats.num_running),
+            Gauge("vllm:num_requests_waiting", labels, stats.num_waiting),
+            Gauge("vllm:kv_cache_usage_perc", labels, stats.kv_cache_usage),
+            counter("prefix_cache_queries", stats.prefix_queried_tokens),
+            counter("prefix_cache_hits", stats.prefix_hit_tokens),
+            counter("num_preemptions", stats.preemptions_by_recompute + stats.preemptions_by_swap),
+            counter("prompt_tokens", self._tokens["request_prompt_tokens"].sum),
+            counter("generation_tokens", self._tokens["request_generation_tokens"].sum),
+        ]
+        if (drafts := stats.speculation) is not None:
+            metrics += [
+                counter("spec_decode_num_drafts", drafts.drafts),
+                counter("spec_decode_num_draft_tokens", drafts.draft_tokens),
+                counter("spec_decode_num_accepted_tokens", drafts.accepted_tokens),
+                Vector("vllm:spec_decode_num_accepted_tokens_per_pos", labels, list(drafts.accepted_per_position)),
+            ]
+        observed = {**self._seconds, **self._tokens}
+        return metrics + [each.histogram(f"vllm:{name}", labels) for name, each in observed.items()]
+
+
+# Prompts for scripts that measure: random tokens, or a file's.
+
+
+@dataclass
+class SampleRequest:
+    """One prompt, its length and the tokens that it asks for."""
+
+    prompt: str
+    prompt_len: int
+    expected_output_len: int | None = None
+    multi_modal_data: None = None
+
+
+def add_dataset_parser(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that ``get_samples`` reads."""
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-prompts", type=int, default=1000)
+    parser.add_argument(
+        "--dataset-name",
+        choices=["random", "custom", "sharegpt"],
+        default="random",
+        help='custom: JSON lines with "prompt"; sharegpt: a JSON list of conversations, whose first message counts',
+    )
+    parser.add_argument("--dataset-path", type=Path, default=None)
+    parser.add_argument("--random-input-len", type=int, default=1024)
+    parser.add_argument("--random-output-len", type=int, default=128)
+
+
+def get_samples(args: argparse.Namespace, tokenizer: Any) -> list[SampleRequest]:
+    """``num_prompts`` prompts of the data set that the arguments name; a file with fewer is repeated.
+
+    Raises:
+        ConfigError: the file is missing or cannot be read.
+    """
+    if args.dataset_name == "random":
+        draw, size = random.Random(args.seed), len(tokenizer)
+        texts = [
+            tokenizer.decode([draw.randrange(size) for _ in range(args.random_input_len)])
+            for _ in range(args.num_prompts)
+        ]
+    else:
+        texts = list(_texts(args.dataset_path, args.dataset_name))
+        texts = (texts * (args.num_prompts // max(1, len(texts)) + 1))[: args.num_prompts]
+    expected = args.random_output_len if args.dataset_name == "random" else None
+    return [SampleRequest(text, len(tokenizer.encode(text)), expected) for text in texts]
+
+
+def _texts(path: Path | None, kind: str) -> Iterator[str]:
+    if path is None:
+        raise ConfigError(f"--dataset-name {kind} needs --dataset-path")
+    try:
+        content = path.read_text(encoding="utf-8")
+        if kind == "custom":
+            yield from (json.loads(line)["prompt"] for line in content.splitlines() if line.strip())
+        else:
+            yield from (entry["conversations"][0]["value"] for entry in json.loads(content) if entry["conversations"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"{path} cannot be read as {kind}: {type(e).__name__}: {e}") from e
+
+
+# vLLM's logits processors: classes that edit the logits of a batch, here of one request at a time.
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """What a processor's constructor gets of the engine."""
+
+    engine_config: EngineConfig
+    model_config: Any
+    #: Always None: nothing is shared with vLLM's schedulers.
+    speculative_config: None = None
+
+
+class MoveDirectionality(enum.Enum):
+    """How rows of a batch change places; here none ever does."""
+
+    UNIDIRECTIONAL = enum.auto()
+    SWAP = enum.auto()
+
+
+@dataclass(frozen=True)
+class BatchUpdate:
+    """How a batch differs from that of the step before."""
+
+    batch_size: int
+    #: Rows that are gone.
+    removed: Sequence[int]
+    #: (row, parameters, prompt's token ids, output's token ids) of those that are new.
+    added: Sequence[tuple[int, SamplingParams, list[int] | None, list[int]]]
+    #: (row, row, how) of those that changed places.
+    moved: Sequence[tuple[int, int, MoveDirectionality]]
+
+
+class LogitsProcessor(ABC):
+    """A processor of a batch; ``octavo.LogitsProcessorPlugin`` is what Octavo calls for one request."""
+
+    @classmethod  # noqa: B027
+    def validate_params(cls, params: SamplingParams) -> None:
+        """Raises ValueError if the parameters of a request are wrong."""
+
+    def __init__(self, vllm_config: VllmConfig, device: Any, is_pin_memory: bool) -> None:  # noqa: B027
+        """``device`` is torch's, that of the logits."""
+
+    @abstractmethod
+    def is_argmax_invariant(self) -> bool:
+        """Whether it never changes which token is the most likely."""
+
+    @abstractmethod
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Called before each ``apply``, with the change of the batch."""
+
+    @abstractmethod
+    def apply(self, logits: Any) -> Any:
+        """The logits [rows, vocab_size] of the batch, edited in place or new."""
+
+
+class AdapterLogitsProcessor(LogitsProcessor):
+    """A processor of a batch that is made of one for each request."""
+
+    def __init__(self, vllm_config: VllmConfig, device: Any, is_pin_memory: bool) -> None:
+        """As ``LogitsProcessor``."""
+        super().__init__(vllm_config, device, is_pin_memory)
+        self._rows: dict[int, Callable[[Any], Any]] = {}
+
+    @abstractmethod
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        """The processor of a request with these parameters; None: it has none."""
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Makes the processors of new requests."""
+        process_dict_updates(self._rows, batch_update, self._new)
+
+    def _new(self, params: SamplingParams, prompt: list[int] | None, outputs: list[int]) -> Callable[[Any], Any] | None:
+        process = self.new_req_logits_processor(params)
+        if process is None:
+            return None
+        if len(inspect.signature(process).parameters) == 3:
+            return lambda logits: process(prompt or [], outputs, logits)
+        return lambda logits: process(outputs, logits)
+
+    def apply(self, logits: Any) -> Any:
+        """Applies each to its row."""
+        for row, process in self._rows.items():
+            logits[row] = process(logits[row])
+        return logits
+
+
+def process_dict_updates(
+    req_entries: dict[int, S],
+    batch_update: BatchUpdate | None,
+    new_state: Callable[[SamplingParams, list[int] | None, list[int]], S | None],
+) -> bool:
+    """Keeps what belongs to rows of a batch; whether anything has changed."""
+    if batch_update is None:
+        return False
+    before = dict(req_entries)
+    for row in batch_update.removed:
+        req_entries.pop(row, None)
+    for row, params, prompt, outputs in batch_update.added:
+        state = new_state(params, prompt, outputs)
+        req_entries.pop(row, None)
+        if state is not None:
+            req_entries[row] = state
+    for source, target, how in batch_update.moved:
+        moved, replaced = req_entries.pop(source, None), req_entries.pop(target, None)
+        if moved is not None:
+            req_entries[target] = moved
+        if replaced is not None and how is MoveDirectionality.SWAP:
+            req_entries[source] = replaced
+    return req_entries != before
+
+
+class BatchProcessors:
+    """The classes that an engine was started with, as processors of its requests."""
+
+    def __init__(self, classes: Sequence[type[LogitsProcessor]], config: VllmConfig, device: str) -> None:
+        """Makes an object of each: it serves all requests, one after the other.
+
+        Raises:
+            ConfigError: there are classes, which get a device of torch's, and torch is not installed.
+        """
+        self._processors: list[LogitsProcessor] = []
+        if not classes:
+            return
+        require_torch("vLLM's logits processors")
+        import torch
+
+        self._processors = [each(config, torch.device(device), False) for each in classes]
+
+    def given_to(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with the processors that edit the logits of such a request; they take its ``extra_args``.
+
+        Raises:
+            InvalidRequestError: one of them refuses the parameters.
+        """
+        if not self._processors:
+            return params
+        try:
+            for processor in self._processors:
+                processor.validate_params(params)
+        except ValueError as e:
+            raise InvalidRequestError(str(e)) from e
+        own = [_of_request(processor, params) for processor in self._processors if _concerns(processor, params)]
+        clone = params.clone()
+        clone.extra_args = None
+        clone.logits_processors = [*(params.logits_processors or ()), *own] or None
+        return clone
+
+
+def _concerns(processor: LogitsProcessor, params: SamplingParams) -> bool:
+    return not isinstance(processor, AdapterLogitsProcessor) or processor.new_req_logits_processor(params) is not None
+
+
+def _of_request(processor: LogitsProcessor, params: SamplingParams) -> RequestLogitsProcessor:
+    """The processor with a batch of this request alone, which is new in each call: so it keeps nothing of others."""
+
+    def process(prompt: list[int], outputs: list[int], logits: Any) -> Any:
+        processor.update_state(BatchUpdate(1, [], [(0, params, list(prompt), list(outputs))], []))
+        return processor.apply(logits.reshape(1, -1))[0]
+
+    return process
+
+
+def split_processors(given: Any) -> tuple[list[type[LogitsProcessor]], list[str]]:
+    """Classes of vLLM's kind among the option ``logits_processors``, and names of Octavo's plug-ins.
+
+    Raises:
+        ConfigError: one is neither, or cannot be imported.
+    """
+    classes: list[type[LogitsProcessor]] = []
+    names: list[str] = []
+    for each in [given] if isinstance(given, (str, type)) else given or []:
+        found = _load(each) if isinstance(each, str) else each
+        if isinstance(found, type) and issubclass(found, LogitsProcessor):
+            classes.append(found)
+        elif isinstance(each, str):
+            names.append(each)
+        else:
+            raise ConfigError(f"logits_processors must be classes of LogitsProcessor or module:Class, not {each!r}")
+    return classes, names
+
+
+def _load(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute, None)
+    except ImportError as e:
+        raise ConfigError(f"logits processor {name!r} cannot be imported: {e}") from e

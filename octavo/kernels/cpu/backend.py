@@ -2,41 +2,297 @@
 
 from __future__ import annotations
 
+import functools
+import mmap
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from octavo.config.kv_spec import KVSpec
 from octavo.core.dtypes import DType, rounded
 from octavo.core.errors import ConfigError
-from octavo.core.kv_spec import KVSpec
-from octavo.kernels.cache import LayerCache
-from octavo.kernels.communicator import Communicator
-from octavo.kernels.cpu import attention
-from octavo.kernels.cpu.array import CpuArray
-from octavo.kernels.cpu.collectives import HostCommunicator, SharedMemoryCommunicator
-from octavo.kernels.cpu.compiled import DTYPES, address, cpu, strided
-from octavo.kernels.cpu.experts import CpuExperts, route_op
-from octavo.kernels.cpu.group_codes import group_format
+from octavo.kernels.cpu.array import DTYPES, CpuArray, address, cpu, strided
 from octavo.kernels.cpu.linear import (
+    CpuAdapters,
     CpuDenseWeight,
+    CpuExperts,
     CpuHeads,
     CpuQuantizedWeight,
     CpuWeight,
     codes_of_matrix,
     codes_of_rows,
+    group_format,
     keeps_bits,
+    route_op,
 )
-from octavo.kernels.cpu.lora import CpuAdapters
-from octavo.kernels.cpu.op_runner import OpRunner
 from octavo.kernels.cpu.sampling import CompiledSampling
-from octavo.kernels.experts import RoutingSpec
+from octavo.kernels.cpu.tape import OpRunner
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
-from octavo.kernels.group_rows import GroupQuantizedRows
-from octavo.kernels.interface import AttentionSpec, Kernels, PartedForward
-from octavo.kernels.packed_weight import PackedHeads, PackedWeight
-from octavo.kernels.quantized_rows import QuantizedRows
+from octavo.kernels.interface import (
+    AttentionSpec,
+    Communicator,
+    Kernels,
+    LayerCache,
+    PackedHeads,
+    PackedWeight,
+    PartedForward,
+    RoutingSpec,
+    check_pairs,
+)
+from octavo.kernels.weight_rows import GroupQuantizedRows, QuantizedRows
+
+# The KV cache of the CPU kernels.
+
+_PAGE = 4096
+#: Bytes at the beginning of each array of the KV cache that are in small pages.
+_SMALL_PAGES = 2 << 20
+
+
+@dataclass(slots=True)
+class CpuLayerCache(LayerCache):
+    """``key`` and ``value`` are uint8 [blocks, bytes of a block]."""
+
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    #: int8: a scale for each token and KV head.
+    dtype: DType
+
+
+def block_bytes(kv_heads: int, head_dim: int, block_size: int, dtype: DType) -> int:
+    """Bytes of the keys, or of the values, of one block of one layer.
+
+    Raises:
+        ConfigError: there is no such type of cache.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"the CPU kernels have no KV cache of type {dtype}; kv_cache_dtype may be auto, float32, bfloat16 or int8"
+        )
+    return int(cpu.block_bytes(kv_heads, head_dim, block_size, DTYPES[dtype]))
+
+
+def make_cache(
+    layers: int,
+    blocks: int,
+    block_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: DType,
+    vectors: int = 2,
+) -> list[LayerCache]:
+    """The cache of every layer, all zero, each array aligned to a page.
+
+    ``vectors``: 2, or 1 for a latent cache.
+
+    Raises:
+        ConfigError: there is no such type of cache.
+    """
+    stride = block_bytes(kv_heads, head_dim, block_size, dtype)
+    size = -(-blocks * stride // _PAGE) * _PAGE
+    memory = _untouched_zeros(vectors * layers, size)
+    arrays = [
+        CpuArray.over(memory[i * size :][: blocks * stride].reshape(blocks, stride)) for i in range(vectors * layers)
+    ]
+    return [
+        CpuLayerCache(key, value, kv_heads, head_dim, block_size, dtype)
+        for key, value in zip(arrays[::vectors], arrays[vectors - 1 :: vectors], strict=True)
+    ]
+
+
+def write_op(k: CpuArray, v: CpuArray, cache: LayerCache) -> Any:
+    """The operation that writes k and v [T, K, D], tokens strided, or the parts of latents, to the step's slots."""
+    assert isinstance(cache, CpuLayerCache)
+    return cpu.reshape_and_cache(
+        *strided(k),
+        *strided(v),
+        cache.key.address,
+        cache.value.address,
+        cache.kv_heads,
+        cache.head_dim,
+        cache.block_size,
+        DTYPES[k.dtype],
+        DTYPES[cache.dtype],
+        cache.group,
+        k.shape[2] if cache.value is cache.key else 0,
+    )
+
+
+@functools.cache
+def _slopes(slopes: tuple[float, ...] | None) -> np.ndarray | None:
+    """The slopes as an array that is never freed, as operations hold its address."""
+    return None if slopes is None else np.array(slopes, np.float32)
+
+
+def attention_op(q: CpuArray, cache: LayerCache, out: CpuArray, spec: AttentionSpec) -> Any:
+    """The operation that computes attention of q [T, H, D], tokens strided, to out, contiguous."""
+    assert isinstance(cache, CpuLayerCache)
+    return cpu.paged_attention(
+        *strided(q),
+        out.address,
+        cache.key.address,
+        cache.value.address,
+        q.shape[1],
+        cache.kv_heads,
+        cache.head_dim,
+        cache.block_size,
+        DTYPES[q.dtype],
+        DTYPES[cache.dtype],
+        spec.scale,
+        spec.window or 0,
+        spec.soft_cap or 0.0,
+        address(_slopes(spec.alibi_slopes)),
+        spec.causal,
+        cache.group,
+        spec.value_dim or 0,
+        *((0, 0, 0) if spec.bias is None else (address(spec.bias.values), *spec.bias.layout)),
+        cross=spec.cross,
+        sees_spans=spec.sees_spans,
+    )
+
+
+def copy_blocks(caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+    """Copies blocks (source, target) in every layer; all sources are read before any target is written."""
+    if not pairs:
+        return
+    for size, group in _by_block_size(caches).items():
+        check_pairs(pairs, len(group[0].key), len(group[0].key))
+        cpu.copy_blocks(_addresses(group), pairs, size)
+
+
+def swap_blocks(sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+    """Copies blocks (source, target) from one cache to another of the same type, in every layer."""
+    if not pairs:
+        return
+    to = _by_block_size(targets)
+    for size, group in _by_block_size(sources).items():
+        check_pairs(pairs, len(group[0].key), len(to[size][0].key))
+        cpu.swap_blocks(_addresses(group), _addresses(to[size]), pairs, size)
+
+
+def _by_block_size(caches: list[LayerCache]) -> dict[int, list[LayerCache]]:
+    """Caches by the bytes of their blocks, which differ between KV groups."""
+    groups: dict[int, list[LayerCache]] = {}
+    for cache in caches:
+        groups.setdefault(cache.key.strides[0], []).append(cache)
+    return groups
+
+
+def _addresses(caches: list[LayerCache]) -> list[int]:
+    both = ({cache.key.address: None, cache.value.address: None} for cache in caches)  # a latent cache has one
+    return [address for addresses in both for address in addresses]
+
+
+def _untouched_zeros(arrays: int, size: int) -> np.ndarray:
+    """uint8 zeros for so many arrays of ``size`` bytes, which use no memory until they are written.
+
+    They are in huge pages if the system has them, but for the first bytes of each array. A sequence's blocks are
+    anywhere in the cache: with small pages each would need an entry in the TLB. The first blocks are few, and they are
+    the first that are written: of a huge page for each layer all is zeroed in the first step of an engine.
+    """
+    if size == 0:
+        return np.zeros(0, np.uint8)
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return np.zeros(arrays * size, np.uint8)
+    memory = mmap.mmap(-1, arrays * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        for end in range(size, arrays * size + 1, size):
+            begin = -(-(end - size + _SMALL_PAGES) // mmap.PAGESIZE) * mmap.PAGESIZE
+            if begin < end:
+                memory.madvise(mmap.MADV_HUGEPAGE, begin, end - begin)
+    return np.frombuffer(memory, np.uint8)
+
+
+# Collectives of ranks on one machine through shared memory, as operations of a tape.
+
+#: Default number of floats that a rank exchanges at once (1 MiB).
+SLOT_FLOATS = 1 << 18
+
+
+class SharedMemoryCommunicator:
+    """One rank of a group (see ``kernels.communicator.Communicator``)."""
+
+    def __init__(self, memory: Any, rank: int, size: int, *, timeout: float = 60.0) -> None:
+        """Joins the group of the ranks that map ``memory``.
+
+        Args:
+            memory: writable, zero at first, aligned to 64 bytes, of at least ``bytes_for(size)`` bytes.
+            rank: this rank.
+            size: ranks in the group.
+            timeout: seconds that a rank waits for the others before a collective fails with a RuntimeError.
+        """
+        self.rank, self.size = rank, size
+        self._memory = np.frombuffer(memory, dtype=np.uint8)
+        self._group = cpu.Communicator(self._memory.ctypes.data, len(self._memory), rank, size, timeout)
+
+    @staticmethod
+    def bytes_for(size: int, slot_floats: int = SLOT_FLOATS) -> int:
+        """Bytes of shared memory for ``size`` ranks and ``all_gather`` of rows of at most ``slot_floats`` floats."""
+        return int(cpu.Communicator.bytes_for(size, slot_floats))
+
+    def all_reduce_op(self, x: CpuArray, bias: CpuArray | None = None, add: CpuArray | None = None) -> Any:
+        """The operation that sums x [T, width] over the ranks in place, then adds bias [width] and add [T, width].
+
+        All are float32 and contiguous. The caller keeps them alive.
+        """
+        return cpu.all_reduce(self._group, x.address, x.shape[1], address(bias), *strided(add))
+
+    def all_gather_op(self, x: CpuArray, out: CpuArray) -> Any:
+        """The operation that gathers x [T, width] into out [T, size * width], float32 and contiguous."""
+        return cpu.all_gather(self._group, x.address, out.address, x.shape[1])
+
+    def all_reduce(self, x: np.ndarray) -> np.ndarray:
+        """See ``Communicator``."""
+        self.all_reduce_op(CpuArray.over(np.asarray(x))).run(cpu.Step(len(x)))
+        return x
+
+    def all_gather(self, x: np.ndarray) -> np.ndarray:
+        """See ``Communicator``."""
+        out = np.empty((len(x), self.size * x.shape[1]), np.float32)
+        self.all_gather_op(CpuArray.over(np.asarray(x)), CpuArray.over(out)).run(cpu.Step(len(x)))
+        return out
+
+
+class HostCommunicator:
+    """A group of any kind, called on the host at its place in the tape."""
+
+    def __init__(self, group: Communicator) -> None:
+        self._group = group
+        self.rank, self.size = group.rank, group.size
+
+    def all_reduce_op(self, x: CpuArray, bias: CpuArray | None = None, add: CpuArray | None = None) -> Any:
+        """See ``SharedMemoryCommunicator``."""
+
+        def run(rows: int) -> None:
+            part = x[:rows].numpy()
+            total = np.asarray(self._group.all_reduce(part))
+            if bias is not None:
+                total += bias.numpy()
+            if add is not None:
+                total += add[:rows].numpy()
+            if total is not part:
+                part[:] = total
+
+        return cpu.host_call(run)
+
+    def all_gather_op(self, x: CpuArray, out: CpuArray) -> Any:
+        """See ``SharedMemoryCommunicator``."""
+
+        def run(rows: int) -> None:
+            out[:rows].numpy()[:] = np.asarray(self._group.all_gather(x[:rows].numpy()))
+
+        return cpu.host_call(run)
+
+    def all_reduce(self, x: np.ndarray) -> np.ndarray:
+        """See ``Communicator``."""
+        return self._group.all_reduce(x)
+
+    def all_gather(self, x: np.ndarray) -> np.ndarray:
+        """See ``Communicator``."""
+        return self._group.all_gather(x)
 
 
 class CpuKernels(Kernels):
@@ -185,12 +441,12 @@ class CpuKernels(Kernels):
 
     def block_bytes(self, spec: KVSpec, block_size: int) -> int:
         """Bytes of one block of one layer, keys and values, padding and scales included."""
-        return spec.vectors * attention.block_bytes(spec.num_kv_heads, spec.head_dim, block_size, DType(spec.dtype))
+        return spec.vectors * block_bytes(spec.num_kv_heads, spec.head_dim, block_size, DType(spec.dtype))
 
     def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
         """Keys and values in the layout that ``paged_attention`` reads."""
         shape = (spec.num_kv_heads, spec.head_dim, DType(spec.dtype), spec.vectors)
-        return attention.make_cache(layers, blocks, block_size, *shape)
+        return make_cache(layers, blocks, block_size, *shape)
 
     def pack(
         self,
@@ -348,26 +604,26 @@ class CpuKernels(Kernels):
         )
         run(rotary, q, positions=batch.positions.address)
         slots = batch.slot_mapping[cache.group].address
-        run(attention.write_op(latent[:, None], k_rope[:, None], cache), latent, slots=slots)
+        run(write_op(latent[:, None], k_rope[:, None], cache), latent, slots=slots)
         return out
 
     def reshape_and_cache(self, k: CpuArray, v: CpuArray, cache: LayerCache, slots: CpuArray) -> None:
         """Writes keys and values to their slots."""
-        self.runner.run(attention.write_op(k, v, cache), k, slots=slots.address)
+        self.runner.run(write_op(k, v, cache), k, slots=slots.address)
 
     def paged_attention(self, q: CpuArray, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> CpuArray:
         """Accumulates each sequence's context in pieces at fixed positions, in order."""
         out = self.runner.new(q, (*q.shape[:2], spec.value_dim or q.shape[2]), q.dtype)
-        self.runner.run_step(attention.attention_op(q, cache, out, spec), q, batch)
+        self.runner.run_step(attention_op(q, cache, out, spec), q, batch)
         return out
 
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
         """Copies blocks in every layer, all sources before any target."""
-        attention.copy_blocks(caches, pairs)
+        copy_blocks(caches, pairs)
 
     def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
         """Copies blocks of one cache to another, as bytes."""
-        attention.swap_blocks(sources, targets, pairs)
+        swap_blocks(sources, targets, pairs)
 
 
 def _norm_input(x: CpuArray, weight: CpuArray) -> tuple[Any, ...]:

@@ -8,23 +8,260 @@ values: one scale per row would lose accuracy where a few channels are far great
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from octavo.core.dtypes import DType, rounded
-from octavo.core.errors import ConfigError
-from octavo.kernels.cpu.array import CpuArray
-from octavo.kernels.cpu.compiled import DTYPES, address, cpu, strided, typed
-from octavo.kernels.cpu.gguf_blocks import KEPT_TYPES, gguf_weight
-from octavo.kernels.cpu.group_codes import group_codes
-from octavo.kernels.cpu.op_runner import OpRunner
-from octavo.kernels.cpu.quantize import Codes, quantize_weight
-from octavo.kernels.gguf_rows import GGUFRows
-from octavo.kernels.group_rows import GroupQuantizedRows
-from octavo.kernels.packed_weight import Activation, PackedHeads, PackedWeight
-from octavo.kernels.quantized_rows import QuantizedRows
+from octavo.core.errors import ConfigError, WeightError
+from octavo.kernels.cpu.array import DTYPES, CpuArray, address, cpu, strided, typed
+from octavo.kernels.cpu.tape import OpRunner
+from octavo.kernels.interface import (
+    Activation,
+    Adapters,
+    LowRank,
+    LowRankEmbedding,
+    LowRankPart,
+    LowRankShape,
+    PackedExperts,
+    PackedHeads,
+    PackedWeight,
+    RoutingSpec,
+    check_part,
+    rounded_part,
+)
+from octavo.kernels.weight_rows import GGUFRows, GroupQuantizedRows, QuantizedRows
+
+# Quantisation of weights to 8 or 4 bits, at load.
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A quantised matrix [N, K]; fields that its format does not have are None."""
+
+    format: str
+    #: [N, K]; 8 bits: int8; 4 bits: uint8, one per byte.
+    codes: np.ndarray
+    #: float16 [N, K / group]; q8_channel: float32 [N].
+    scales: np.ndarray
+    #: float16 [N, K / group].
+    minima: np.ndarray | None = None
+    #: q4_k: uint8 [N, K / 32], 6 bits, of the scales; and of the minima.
+    group_scales: np.ndarray | None = None
+    group_minima: np.ndarray | None = None
+
+    def dequantize(self) -> np.ndarray:
+        """The values, float32 [N, K]."""
+        n, k = self.codes.shape
+        scales = self.scales.astype(np.float32).reshape(n, -1)
+        minima = None if self.minima is None else self.minima.astype(np.float32)
+        if self.group_scales is not None and self.group_minima is not None and minima is not None:
+            scales = np.repeat(scales, 8, 1) * self.group_scales
+            minima = -(np.repeat(minima, 8, 1) * self.group_minima)
+        codes = self.codes.astype(np.float32).reshape(n, scales.shape[1], -1)
+        if minima is None:
+            codes = codes if self.codes.dtype == np.int8 else codes - 8
+            return (codes * scales[..., None]).reshape(n, k)
+        return (codes * scales[..., None] + minima[..., None]).reshape(n, k)
+
+
+def quantize_weight(weight: np.ndarray, kind: str, group: int | None) -> Codes:
+    """Quantises a floating-point weight [N, K].
+
+    8 bits: the scale is the greatest magnitude of the group / 127. 4 bits: the one of ten scales with the least squared
+    error.
+
+    Args:
+        weight: float32, bfloat16 or float16.
+        kind: "int8" or "int4".
+        group: weights of a row that share a scale, 32 or 128; None (int8 only): the whole row.
+
+    Raises:
+        ConfigError: an unknown kind or group, or K is no multiple of the group.
+        WeightError: a weight is infinite or not a number, or too great for a float16 scale.
+    """
+    if (kind, group) not in {("int8", None), ("int8", 32), ("int8", 128), ("int4", 32), ("int4", 128)}:
+        raise ConfigError(
+            f"quantization {kind!r} with group {group!r}: expected int8 (None, 32, 128) or int4 (32, 128)"
+        )
+    n, k = weight.shape
+    if group is not None and k % group:
+        raise ConfigError(f"{kind} in groups of {group} needs inputs in multiples of {group}, not {k}")
+    bits = int(kind[-1])
+    dtype = DType.of(weight) if DType.of(weight) in (DType.FLOAT32, DType.BFLOAT16) else DType.FLOAT32
+    weight = np.ascontiguousarray(weight, dtype.numpy)
+    codes = np.empty((n, k), np.int8 if bits == 8 else np.uint8)
+    scales = np.empty(n, np.float32) if group is None else np.empty((n, k // group), np.float16)
+    cpu.quantize_rows(address(weight), n, k, k, DTYPES[dtype], bits, group or 0, address(codes), address(scales))
+    if not np.isfinite(scales).all():
+        raise WeightError("a weight is infinite, not a number, or too great to be quantised")
+    return Codes("q8_channel" if group is None else f"q{bits}_{group}", codes, scales)
+
+
+# Exact conversion of GGUF blocks to codes and scales.
+
+
+def gguf_weight(kind: str, rows: np.ndarray, columns: int) -> Codes:
+    """The codes of a tensor.
+
+    Args:
+        kind: type of the tensor, one of ``KEPT_TYPES``.
+        rows: uint8 [N, bytes of a row], as they are in the file.
+        columns: K.
+
+    Raises:
+        ConfigError: the type is not one of ``KEPT_TYPES``, or the rows do not have the bytes of K values.
+    """
+    if kind not in _READERS:
+        raise ConfigError(f"GGUF type {kind} is not kept in its bits; kept: {', '.join(_READERS)}")
+    values, size, read = _READERS[kind]
+    if columns % values or rows.shape[1] != columns // values * size:
+        raise ConfigError(
+            f"rows of {columns} values of GGUF type {kind} have {columns / values * size:g} bytes, not {rows.shape[1]}"
+        )
+    return read(rows.reshape(rows.shape[0], -1, size))
+
+
+def _halves(blocks: np.ndarray, start: int) -> np.ndarray:
+    """The float16 at byte ``start`` of each block [N, B, size]: [N, B]."""
+    return np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)[..., 0]
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """Codes of runs of bytes [N, B, run]: first the low nibbles of a run, then the high ones; uint8 [N, K]."""
+    n, blocks, run = packed.shape
+    codes = np.empty((n, blocks, 2, run), dtype=np.uint8)
+    np.bitwise_and(packed, 15, out=codes[:, :, 0])
+    np.right_shift(packed, 4, out=codes[:, :, 1])
+    return codes.reshape(n, -1)
+
+
+def _q8_0(blocks: np.ndarray) -> Codes:
+    """A block: scale, 32 int8."""
+    codes = np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(len(blocks), -1)
+    return Codes("q8_32", codes, _halves(blocks, 0))
+
+
+def _q4_0(blocks: np.ndarray) -> Codes:
+    """A block: scale, 16 bytes."""
+    return Codes("q4_32", _nibbles(blocks[..., 2:]), _halves(blocks, 0))
+
+
+def _q4_1(blocks: np.ndarray) -> Codes:
+    """A block: scale, minimum, 16 bytes."""
+    return Codes("q4_1", _nibbles(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2))
+
+
+def _q5_0(blocks: np.ndarray) -> Codes:
+    """A block: scale, 32 fifth bits, 16 bytes of low bits; a code is 16 less than its 5 bits say."""
+    low = _nibbles(blocks[..., 6:])
+    fifth = np.unpackbits(np.ascontiguousarray(blocks[..., 2:6]), axis=-1, bitorder="little").reshape(low.shape)
+    return Codes("q8_32", (low | fifth << 4).view(np.int8) - np.int8(16), _halves(blocks, 0))
+
+
+#: The values that the codes of IQ4_NL mean.
+_IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
+
+
+def _iq4_nl(blocks: np.ndarray) -> Codes:
+    """A block: scale, 16 bytes of indices into a table."""
+    return Codes("q8_32", _IQ4_VALUES[_nibbles(blocks[..., 2:])], _halves(blocks, 0))
+
+
+def _q4_k(blocks: np.ndarray) -> Codes:
+    """A block: d, dmin, 12 bytes of 8 scales and 8 minima, 4 runs of 32 bytes.
+
+    The first 4 scales and minima are the low 6 bits of bytes 0 to 3 and 4 to 7; the others have their low 4 bits in
+    bytes 8 to 11 (the scale's are the low half) and their high 2 bits atop the first ones'.
+    """
+    n = len(blocks)
+    first, second, third = np.split(blocks[..., 4:16], 3, axis=-1)
+    scales = np.concatenate((first & 63, third & 15 | first >> 6 << 4), axis=-1)
+    minima = np.concatenate((second & 63, third >> 4 | second >> 6 << 4), axis=-1)
+    return Codes(
+        "q4_k",
+        _nibbles(blocks[..., 16:].reshape(n, -1, 32)),
+        _halves(blocks, 0),
+        _halves(blocks, 2),
+        scales.reshape(n, -1),
+        minima.reshape(n, -1),
+    )
+
+
+#: Values and bytes of a block, and its reader.
+_READERS: dict[str, tuple[int, int, Callable[[np.ndarray], Codes]]] = {
+    "Q8_0": (32, 34, _q8_0),
+    "Q4_0": (32, 18, _q4_0),
+    "Q4_1": (32, 20, _q4_1),
+    "Q5_0": (32, 22, _q5_0),
+    "IQ4_NL": (32, 18, _iq4_nl),
+    "Q4_K": (256, 144, _q4_k),
+}
+#: Types that products compute without requantisation.
+KEPT_TYPES = frozenset(_READERS)
+
+
+# Conversion of integers in groups (GPTQ, AWQ, compressed-tensors) to the formats of the compiled kernels.
+
+#: Greatest relative error of a scale or minimum as float16.
+_HALF_ROUNDING = 2.0**-11
+
+
+def group_format(rows: GroupQuantizedRows) -> str | None:
+    """The kernels' format of these rows.
+
+    None if there is none: groups that are no multiple of 32, 8 bits with zeros, or scales out of float16's range.
+    """
+    if rows.bits == 8 and rows.zeros is None and rows.scales.shape[1] == 1:
+        return "q8_channel"
+    size = 128 if rows.group % 128 == 0 else 32
+    if rows.group % size or not _fits_half(rows.scales):
+        return None
+    if rows.zeros is None:
+        return f"q{rows.bits}_{size}"
+    return "q4_1" if rows.bits == 4 and _fits_half(_minima(rows)) else None
+
+
+def group_codes(rows: GroupQuantizedRows) -> Codes:
+    """The codes of these rows.
+
+    Raises:
+        ConfigError: they have no ``group_format``.
+    """
+    format = group_format(rows)
+    if format is None:
+        raise ConfigError(
+            f"the CPU kernels have no products with {rows.bits}-bit weights in groups of {rows.group}"
+            f"{'' if rows.zeros is None else ' with zeros'}: use fewer tensor-parallel workers or quantization='none'"
+        )
+    codes = rows.codes if rows.bits == 4 else (rows.codes ^ 128).view(np.int8)
+    if format == "q8_channel":
+        return Codes(format, codes, rows.scales[:, 0].astype(np.float32))
+    repeats = rows.group // (128 if format.endswith("128") else 32)
+
+    def per_unit(values: np.ndarray) -> np.ndarray:
+        return np.repeat(_code_halves(values), repeats, 1)
+
+    return Codes(format, codes, per_unit(rows.scales), None if rows.zeros is None else per_unit(_minima(rows)))
+
+
+def _minima(rows: GroupQuantizedRows) -> np.ndarray:
+    """What code 0 stands for, float32 [N, groups]."""
+    assert rows.zeros is not None
+    return -(rows.zeros.astype(np.float32) * rows.scales.astype(np.float32))
+
+
+def _fits_half(values: np.ndarray) -> bool:
+    """Whether float16 holds the values with its usual precision: none is infinite or a coarse subnormal there."""
+    values = values.astype(np.float32)
+    return bool((np.abs(_code_halves(values).astype(np.float32) - values) <= _HALF_ROUNDING * np.abs(values)).all())
+
+
+def _code_halves(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # what is out of range becomes infinite, which is looked for
+        return values.astype(np.float32).astype(np.float16)
 
 
 class CpuWeight(PackedWeight):
@@ -244,3 +481,154 @@ def _pack_codes(weight: Codes) -> Any:
         return cpu.PackedQuant(weight.format, n, k, *map(address, held))
     except ValueError as e:
         raise ConfigError(str(e)) from None
+
+
+# Experts of the CPU backend; see csrc/cpu/bind_moe.cpp.
+
+
+class CpuExperts(PackedExperts):
+    """Experts in any formats of this backend."""
+
+    def __init__(self, runner: OpRunner, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]) -> None:
+        self._runner = runner
+        self._group = cpu.ExpertGroup([_matrix(weight) for weight in gate_up], [_matrix(weight) for weight in down])
+
+    def __call__(self, x: CpuArray, experts: CpuArray, weights: CpuArray, add: CpuArray | None = None) -> CpuArray:
+        """The rows of an expert in one product; a row's bits do not depend on the others."""
+        out = self._runner.new(x, tuple(x.shape), DType.FLOAT32) if add is None else add
+        op = cpu.experts(
+            self._group,
+            *typed(x),
+            experts.address,
+            weights.address,
+            experts.shape[1],
+            *strided(out),
+            *strided(add),
+        )
+        self._runner.run(op, x)
+        return out
+
+
+def route_op(logits: CpuArray, spec: RoutingSpec, bias: CpuArray | None, experts: CpuArray, weights: CpuArray) -> Any:
+    """The operation that fills experts and weights; the caller keeps all tensors alive."""
+    return cpu.route(
+        logits.address,
+        logits.strides[0],
+        address(bias),
+        experts.address,
+        weights.address,
+        logits.shape[1] - spec.shared,
+        spec.shared,
+        spec.top_k,
+        spec.num_groups,
+        spec.top_groups,
+        spec.best_of_group,
+        spec.scoring == "sigmoid",
+        spec.renormalize,
+        spec.scale,
+    )
+
+
+def _matrix(weight: PackedWeight) -> Any:
+    if isinstance(weight, CpuQuantizedWeight):
+        return cpu.quantized_expert(weight.parts)
+    assert isinstance(weight, CpuDenseWeight)
+    return cpu.dense_expert(weight.packed)
+
+
+# Low-rank products of the CPU backend; see csrc/cpu/bind_lora.cpp.
+
+
+class CpuAdapters(Adapters):
+    """Each adapter has its own rank."""
+
+    def __init__(self, runner: OpRunner) -> None:
+        super().__init__()
+        self.runner = runner
+
+    def _take(self, slots: CpuArray, rows: CpuArray) -> CpuArray:
+        return CpuArray.over(slots.numpy()[rows.numpy()])
+
+    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> CpuLowRank:
+        """See ``Adapters``."""
+        return CpuLowRank(self, shape, sampled=sampled)
+
+    def make_low_rank_embedding(self, shape: LowRankShape) -> CpuLowRankEmbedding:
+        """See ``Adapters``."""
+        return CpuLowRankEmbedding(self, shape)
+
+    def run(self, op: Any, x: CpuArray, slots: CpuArray | None, **arrays: int) -> None:
+        """Runs an operation whose rows have these slots; a recorded one gets those of each step."""
+        self.runner.run(op, x, adapters=address(slots), **arrays)
+
+    def is_idle(self, slots: CpuArray | None) -> bool:
+        """Whether there is nothing to run, nor to record."""
+        return slots is None and self.runner.recording is None
+
+
+class CpuLowRank(LowRank):
+    """An operation that does nothing in steps without adapters."""
+
+    def __init__(self, adapters: CpuAdapters, shape: LowRankShape, *, sampled: bool = False) -> None:
+        """See ``Adapters.make_low_rank``."""
+        super().__init__(shape)
+        self._adapters, self._sampled = adapters, sampled
+        self._held = cpu.LowRankSlots(shape.slots)
+
+    def pack(self, parts: Sequence[LowRankPart | None]) -> Any:
+        """For vectors of 16 outputs, and of 64 bytes of inputs, in the order in which they are read."""
+        self.check(parts)
+        rounded = [None if part is None else rounded_part(part, self.dtype) for part in parts]
+        return cpu.low_rank_adapter(
+            [0 if part is None else address(part.down) for part in rounded],
+            [0 if part is None else address(part.up) for part in rounded],
+            [0 if part is None else len(part.down) for part in rounded],
+            self.outputs,
+            self.inputs,
+            DTYPES[self.dtype],
+        )
+
+    def place(self, slot: int, packed: Any | None) -> None:
+        """Keeps a reference: nothing is copied."""
+        self._held.place(slot, packed)
+
+    def __call__(self, x: CpuArray, add: CpuArray | None = None) -> CpuArray | None:
+        """One loop of the pool of threads."""
+        adapters = self._adapters
+        slots = adapters.slots(sampled=self._sampled)
+        if adapters.is_idle(slots):
+            return add
+        out = adapters.runner.new_delta(x, sum(self.outputs)) if add is None else add
+        dtype = DTYPES[self.dtype]
+        op = cpu.low_rank(self._held, self.inputs, self.outputs, dtype, *typed(x), *strided(add), *strided(out))
+        adapters.run(op, x, slots)
+        return out
+
+
+class CpuLowRankEmbedding(LowRankEmbedding):
+    """An operation over the tokens, in the loop of the embedding's own."""
+
+    def __init__(self, adapters: CpuAdapters, shape: LowRankShape) -> None:
+        """See ``Adapters.make_low_rank_embedding``."""
+        super().__init__(shape)
+        self._adapters = adapters
+        self._held = cpu.LowRankTableSlots(shape.slots)
+
+    def pack(self, part: LowRankPart) -> Any:
+        """Transposes ``down``."""
+        check_part(part, self.rows, self.outputs, self.max_rank)
+        down, up = rounded_part(part, self.dtype)
+        table = np.ascontiguousarray(down.T)
+        return cpu.low_rank_table(address(table), address(up), len(down), self.rows, self.outputs, DTYPES[self.dtype])
+
+    def place(self, slot: int, packed: Any | None) -> None:
+        """Keeps a reference: nothing is copied."""
+        self._held.place(slot, packed)
+
+    def __call__(self, ids: CpuArray, add: CpuArray, first: int = 0) -> CpuArray:
+        """While recording, ids must be the batch's token ids."""
+        slots = self._adapters.slots()
+        if not self._adapters.is_idle(slots):
+            op = cpu.low_rank_lookup(self._held, self.outputs, first, add.address)
+            self._adapters.run(op, ids, slots, token_ids=ids.address)
+        return add

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.dtypes import DType
-from octavo.kernels.cpu.array import CpuArray
-from octavo.kernels.cpu.compiled import cpu
+from octavo.kernels.cpu.array import CpuArray, cpu
 from octavo.kernels.sampling import FILTERS, HostLogprobs, SamplingBackend, as_position_logprobs, mask_words
 
 

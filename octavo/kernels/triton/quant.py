@@ -9,20 +9,307 @@ additions and roundings, and so the bits, are the same as those of the product f
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.packed_weight import Activation
-from octavo.kernels.triton.activation import FUNCTIONS
-from octavo.kernels.triton.matmul import result_of
-from octavo.kernels.triton.quantize import BLOCK, COLUMNS, TritonQuantizedLinear
-from octavo.kernels.triton.rounding import rounded
-from octavo.kernels.triton.tiles import dot_of_columns, pieces_of, splits, tile_place
-from octavo.kernels.triton.widen import widen_fp8, widen_int4, widen_int8
+from octavo.core.dtypes import DType
+from octavo.core.errors import ConfigError, WeightError
+from octavo.kernels.interface import Activation, PackedWeight
+from octavo.kernels.torch_backend import TorchWeight, torch_dtype
+from octavo.kernels.triton import interpreted
+from octavo.kernels.triton.elementwise import FUNCTIONS, activate, embedding, rounded
+from octavo.kernels.triton.matmul import dot_of_columns, matmul, pieces_of, result_of, splits, tile_place
+
+# Quantisation of weights to 8 or 4 bits, at load, in the layouts of ``quant``.
+
+#: Outputs and inputs are padded to multiples of these with zeros: the product's loads of weights have no edges.
+COLUMNS = 128
+BLOCK = 128
+
+#: Where the greatest magnitude of a group may be put among the 16 codes.
+_TARGETS = (-8.5, -8.0, -7.5, -7.0, -6.5, -6.0, 6.0, 6.5, 7.0, 7.5)
+#: A group or row whose greatest magnitude is below this counts as zeros: its inverse must be finite.
+_LEAST = 1e-30
+#: Tiles of rows up to which a product may be cut into pieces of K.
+_ROW_TILES = 8
+#: Weights that are quantised at once: float32 copies of them are made.
+_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class TritonQuantizedLinear:
+    """A quantised weight [N, K] with its bias."""
+
+    #: "int8", "int4" or "fp8".
+    kind: str
+    #: N and K.
+    outputs: int
+    inputs: int
+    #: Consecutive inputs that share a scale; 0: the whole row.
+    group: int
+    #: int16 [K padded / 128, N padded, 64 words, or 32 of 4-bit codes].
+    codes: Tensor
+    #: float32 [N padded]; int4: float32 [K padded / group, N padded].
+    scales: Tensor
+    #: [N] or none.
+    bias: Tensor | None
+    #: int32, zero between products: number of finished pieces of each tile of the output.
+    arrivals: Tensor
+
+
+def quantize(weight: Tensor, kind: str, bias: Tensor | None = None, group: int | None = None) -> TritonQuantizedLinear:
+    """Quantises a floating-point weight [N, K] on its device.
+
+    8 bits: the scale is the greatest magnitude of the row / 127 (fp8: 448). int4: of ten scales for a group, the one
+    with the least squared error.
+
+    Args:
+        weight: float32, bfloat16 or float16.
+        kind: "int8", "int4" or "fp8".
+        bias: [N]; kept as it is.
+        group: int4 only: weights that share a scale, 128 or 32; default: 128 if K is a multiple of it, else 32.
+
+    Raises:
+        ConfigError: an unknown kind or group, K is no multiple of the group, or fp8 on a GPU that has none.
+        WeightError: a weight is infinite or not a number.
+    """
+    outputs, inputs = weight.shape
+    if kind == "int4":
+        group = group or (128 if inputs % 128 == 0 else 32)
+        if group not in (32, 128) or inputs % group:
+            raise ConfigError(f"int4 in groups of {group} (of 32 or 128) needs inputs in multiples of it, not {inputs}")
+        encode: Callable[[Tensor], tuple[Tensor, Tensor]] = partial(_int4, group=group)
+    elif kind in ("int8", "fp8") and group is None:
+        encode = _int8 if kind == "int8" else _fp8
+    else:
+        raise ConfigError(f"quantization {kind!r} with group {group!r}: expected int8, fp8 or int4 (group 32 or 128)")
+    if kind == "fp8":
+        _check_fp8(weight.device)
+    parts = [encode(part) for part in _padded_parts(weight)]
+    codes = torch.cat([part[0] for part in parts], dim=1)
+    scales = torch.cat([part[1] for part in parts], dim=-1)
+    if not scales.isfinite().all():
+        raise WeightError("a weight is infinite, not a number, or too great to be quantised")
+    arrivals = torch.zeros(_ROW_TILES * codes.shape[1] // COLUMNS, dtype=torch.int32, device=weight.device)
+    return TritonQuantizedLinear(kind, outputs, inputs, group or 0, codes, scales, bias, arrivals)
+
+
+def _padded_parts(weight: Tensor) -> Iterator[Tensor]:
+    """Slices of rows in float32, padded with zeros."""
+    rows = max(COLUMNS, _AT_ONCE // max(1, weight.shape[1]) // COLUMNS * COLUMNS)
+    for part in weight.split(rows):
+        yield F.pad(part.float(), (0, -part.shape[1] % BLOCK, 0, -part.shape[0] % COLUMNS))
+
+
+def _in_blocks(codes: Tensor) -> Tensor:
+    """[N, K] to [K / 128, N, 128]."""
+    return codes.view(codes.shape[0], -1, BLOCK).transpose(0, 1)
+
+
+def _over_row_scales(weight: Tensor, greatest: float) -> tuple[Tensor, Tensor]:
+    """Weights over the scales of their rows, in -greatest .. greatest, and those scales."""
+    magnitude = weight.abs().amax(1)
+    # NaN and infinity do not count as zero in this comparison.
+    scales = torch.where(magnitude < _LEAST, 0.0, magnitude / greatest)
+    inverse = torch.where(scales == 0, 0.0, 1 / scales)
+    return (weight * inverse[:, None]).clamp_(-greatest, greatest), scales
+
+
+def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scales = _over_row_scales(weight, 127.0)
+    return _words_of_bytes(codes.round_().nan_to_num_().to(torch.int8)), scales
+
+
+def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scales = _over_row_scales(weight, 448.0)
+    return _words_of_bytes(codes.to(torch.float8_e4m3fn).view(torch.int8)), scales
+
+
+def _words_of_bytes(codes: Tensor) -> Tensor:
+    halves = _in_blocks(codes).unflatten(2, (2, -1))
+    return halves.transpose(2, 3).contiguous().view(torch.int16).squeeze(3)
+
+
+def _int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """For given codes q the best scale is sum(w q) / sum(q q); it leaves the error sum(w w) - sum(w q)^2 / sum(q q)."""
+    groups = weight.view(weight.shape[0], -1, group)
+    magnitudes, where = groups.abs().max(2)
+    extreme = groups.gather(2, where[..., None])
+    best_gain = torch.zeros_like(magnitudes)
+    scales = torch.where(magnitudes.isfinite(), 0.0, float("nan"))
+    for target in _TARGETS:
+        codes = (groups * (target / extreme)).round_().clamp_(-8, 7)
+        product, square = (groups * codes).sum(2), codes.square().sum(2)
+        gain = product * product / square
+        better = (gain > best_gain) & (magnitudes >= _LEAST)
+        best_gain = torch.where(better, gain, best_gain)
+        scales = torch.where(better, product / square, scales)
+    inverse = torch.where(scales == 0, 0.0, 1 / scales)
+    codes = ((groups * inverse[..., None]).round_().clamp_(-8, 7) + 8).nan_to_num_().to(torch.int16)
+    first, second, third, fourth = _in_blocks(codes.flatten(1)).split(BLOCK // 4, dim=2)
+    return first | second << 4 | third << 8 | fourth << 12, scales.t()
+
+
+def _check_fp8(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(f"fp8 needs a GPU of compute capability 8.9 or newer; {name} is older: use int8")
+
+
+# Exact conversion of codes to the activations' type, in registers.
+
+_INTERPRETED = tl.constexpr(interpreted())
+
+# (a & mask) | magic is lop3 with 0xea, (a & mask) ^ magic with 0x6a. In bfloat16 0x4300 is 128 and holds 7 more bits;
+# in float16 0x6400 is 1024 and holds 10.
+
+
+def _int4_to(pair: str, one: str, magic: str, minus: str) -> tl.constexpr:
+    """Instructions for pairs of numbers of one type; ``minus`` subtracts magic and the offset 8 of a code."""
+    return tl.constexpr(f"""{{
+        .reg .b32 s, one, minus;
+        mov.b32 one, {one};
+        mov.b32 minus, {minus};
+        lop3.b32 $0, $4, 0x000f000f, {magic}, 0xea;
+        shr.u32 s, $4, 4;
+        lop3.b32 $1, s, 0x000f000f, {magic}, 0xea;
+        shr.u32 s, $4, 8;
+        lop3.b32 $2, s, 0x000f000f, {magic}, 0xea;
+        shr.u32 s, $4, 12;
+        lop3.b32 $3, s, 0x000f000f, {magic}, 0xea;
+        fma.rn.{pair} $0, $0, one, minus;
+        fma.rn.{pair} $1, $1, one, minus;
+        fma.rn.{pair} $2, $2, one, minus;
+        fma.rn.{pair} $3, $3, one, minus;
+    }}""")
+
+
+_INT4_TO_BF16 = _int4_to("bf16x2", one="0x3f803f80", magic="0x43004300", minus="0xc308c308")
+_INT4_TO_FP16 = _int4_to("f16x2", one="0x3c003c00", magic="0x64006400", minus="0xe408e408")
+
+# 128 + the low 7 bits, minus 128 or, with the sign bit set, 256.
+_INT8_TO_BF16 = tl.constexpr("""{
+    .reg .b32 s, sign, minus;
+    mov.b32 minus, 0xbf80bf80;
+    lop3.b32 $0, $2, 0x007f007f, 0x43004300, 0xea;
+    lop3.b32 sign, $2, 0x00800080, 0x43004300, 0xea;
+    fma.rn.bf16x2 $0, sign, minus, $0;
+    shr.u32 s, $2, 8;
+    lop3.b32 $1, s, 0x007f007f, 0x43004300, 0xea;
+    lop3.b32 sign, s, 0x00800080, 0x43004300, 0xea;
+    fma.rn.bf16x2 $1, sign, minus, $1;
+}""")
+# 1024 + 128 + the code, minus 1152.
+_INT8_TO_FP16 = tl.constexpr("""{
+    .reg .b32 s, one, offset;
+    mov.b32 one, 0x3c003c00;
+    mov.b32 offset, 0xe480e480;
+    lop3.b32 $0, $2, 0x00ff00ff, 0x64806480, 0x6a;
+    shr.u32 s, $2, 8;
+    lop3.b32 $1, s, 0x00ff00ff, 0x64806480, 0x6a;
+    fma.rn.f16x2 $0, $0, one, offset;
+    fma.rn.f16x2 $1, $1, one, offset;
+}""")
+
+# The bytes are sorted, low ones first. float16 holds every e4m3 number; from there to bfloat16 the way by float32 is
+# the fastest.
+_FP8_TO_BF16 = tl.constexpr("""{
+    .reg .b32 sorted, halves;
+    .reg .b16 low, high, first, second;
+    .reg .f32 a, b;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {low, high}, sorted;
+    cvt.rn.f16x2.e4m3x2 halves, low;
+    mov.b32 {first, second}, halves;
+    cvt.f32.f16 a, first;
+    cvt.f32.f16 b, second;
+    cvt.rn.bf16x2.f32 $0, b, a;
+    cvt.rn.f16x2.e4m3x2 halves, high;
+    mov.b32 {first, second}, halves;
+    cvt.f32.f16 a, first;
+    cvt.f32.f16 b, second;
+    cvt.rn.bf16x2.f32 $1, b, a;
+}""")
+_FP8_TO_FP16 = tl.constexpr("""{
+    .reg .b32 sorted;
+    .reg .b16 low, high;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {low, high}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+
+
+@triton.jit
+def widen_int4(words, dtype: tl.constexpr):
+    """int16 words of four codes (plus 8), from the low bits up: four tensors of the words' shape."""
+    if dtype == tl.float32 or _INTERPRETED:
+        w = words.to(tl.int32)
+        return (
+            ((w & 15) - 8).to(tl.float32).to(dtype),
+            ((w >> 4 & 15) - 8).to(tl.float32).to(dtype),
+            ((w >> 8 & 15) - 8).to(tl.float32).to(dtype),
+            ((w >> 12 & 15) - 8).to(tl.float32).to(dtype),
+        )
+    elif dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _INT4_TO_BF16,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _INT4_TO_FP16,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def widen_int8(words, dtype: tl.constexpr):
+    """int16 words of two int8 codes, the low byte first: two tensors of the words' shape."""
+    if dtype == tl.float32 or _INTERPRETED:
+        w = words.to(tl.int32)
+        return ((w << 24) >> 24).to(tl.float32).to(dtype), (w >> 8).to(tl.float32).to(dtype)
+    elif dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _INT8_TO_BF16, "=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _INT8_TO_FP16, "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def widen_fp8(words, dtype: tl.constexpr):
+    """int16 words of two e4m3 numbers, the low byte first: two tensors of the words' shape."""
+    if dtype == tl.float32 or _INTERPRETED:
+        low = words.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        high = (words >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return low.to(tl.float32).to(dtype), high.to(tl.float32).to(dtype)
+    elif dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _FP8_TO_BF16, "=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _FP8_TO_FP16, "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
 
 
 class _ProductTile(NamedTuple):
@@ -320,3 +607,84 @@ def _shape_of(x: Tensor, deterministic: bool) -> _ProductTile:
     if deterministic:
         return _FIXED
     return next((shape for shape in _BY_ROWS if x.shape[0] <= shape.rows), _BY_ROWS[-1])
+
+
+# Packed weights of the GPU backend, and their products: batch-invariant, or by cuBLAS.
+
+
+@dataclass(frozen=True, slots=True)
+class TritonDenseWeight(TorchWeight):
+    """A weight that is not quantised."""
+
+    #: A row's bits are the same in any batch.
+    deterministic: bool
+
+    def __call__(
+        self,
+        x: Tensor,
+        out_dtype: DType | None = None,
+        add: Tensor | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        """The product, and the activation in another launch."""
+        dtype = x.dtype if out_dtype is None else torch_dtype(out_dtype)
+        x = x.to(self.weight.dtype)
+        if activation is None:
+            return self._product(x, dtype, add)
+        product = self._product(x, x.dtype, add)
+        return activate(product, activation, gated=self.gated).to(dtype)
+
+    def rows(self, ids: Tensor, first: int, *, scale: float, dtype: DType) -> Tensor:
+        """One launch."""
+        return embedding(ids, self.weight, first, scale, None)
+
+    def _product(self, x: Tensor, dtype: torch.dtype, add: Tensor | None) -> Tensor:
+        if self.deterministic:
+            return matmul(x, self.weight, self.bias, dtype, add)
+        product = _torch_product(x, self.weight, dtype if add is None else torch.float32, add)
+        return (product if self.bias is None else product.add_(self.bias)).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonQuantizedWeight(PackedWeight):
+    """A quantised weight, which products dequantise in registers."""
+
+    codes: TritonQuantizedLinear
+    gated: bool
+    #: A row's bits are the same in any batch.
+    deterministic: bool
+
+    def __call__(
+        self,
+        x: Tensor,
+        out_dtype: DType | None = None,
+        add: Tensor | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        """One launch for a gated product if nothing is added and the outputs fill whole tiles."""
+        dtype = x.dtype if out_dtype is None else torch_dtype(out_dtype)
+        if activation is None:
+            return quantized_matmul(x, self.codes, dtype, add, deterministic=self.deterministic)
+        if self.gated and add is None and self.codes.outputs % COLUMNS == 0:
+            return quantized_gated(x, self.codes, activation, deterministic=self.deterministic).to(dtype)
+        product = quantized_matmul(x, self.codes, x.dtype, add, deterministic=self.deterministic)
+        return activate(product, activation, gated=self.gated).to(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Scales and padding included."""
+        tensors = (self.codes.codes, self.codes.scales, self.codes.bias)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _torch_product(x: Tensor, weight: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
+    """x W^T accumulated in float32; with a residual (then ``dtype`` is float32) added in place."""
+    transposed = weight.t()
+    if dtype == x.dtype:
+        return x @ transposed if residual is None else residual.addmm_(x, transposed)
+    if not x.is_cuda:  # torch has products with results of another type on GPUs only
+        product = x.float() @ transposed.float()
+        return product if residual is None else residual.add_(product)
+    if residual is None:
+        return torch.mm(x, transposed, out_dtype=dtype)
+    return torch.addmm(residual, x, transposed, out_dtype=dtype, out=residual)

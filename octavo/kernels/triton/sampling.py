@@ -1,4 +1,4 @@
-"""Sampling from rows of logits: greedy, or by the scores of ``octavo/kernels/numpy_sampling.py``.
+"""Sampling from rows of logits: greedy, or by the scores of ``octavo/kernels/sampling.py``.
 
 There are two launches. The survey reads the logits, with many programs per row, and writes the greatest logit of each
 column (see ``ranking``) and, for a row without filters, a lower bound on the scores of the column. Then one program per
@@ -8,28 +8,191 @@ computes exact scores, in float64, in the columns with bounds low enough to win:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels.triton.ranking import (
-    COLUMN,
-    LARGEST_TILE,
-    LAST_KEY,
-    SURVEYED,
-    behind,
-    column_distances,
-    digit_bits,
-    end_of_prefix,
-    greatest,
-    key_of,
-    list_columns,
-    listed_tokens,
-    reach_of_columns,
-    top_of,
-    weights,
-)
+from octavo.core.plan import PositionLogprobs
+from octavo.kernels.sampling import SamplingBackend, as_position_logprobs
+from octavo.kernels.torch_backend import HostCopy, as_rows, host_copy, host_empty
+from octavo.kernels.triton import interpreted
+
+# Common parts of sampling and logprobs: rows of logits as short columns, and prefixes of a row's ranking.
+
+#: Tokens of a column: 128 bytes, a line of the cache.
+COLUMN = tl.constexpr(32)
+#: Columns of a program of the survey kernels.
+SURVEYED = tl.constexpr(64)
+#: Largest number of tokens of listed columns in a tile.
+LARGEST_TILE = 2048
+#: After every key.
+LAST_KEY = tl.constexpr((1 << 63) - 1)
+
+#: Bits of the largest token id.
+_ID_BITS = tl.constexpr(20)
+_INFINITE_BITS = tl.constexpr(0x7F800000)
+_LOW_BITS = tl.constexpr(0xFFFFFFFF)
+
+
+def digit_bits(columns: int) -> int:
+    """Bits of a threshold that are determined at once, by testing all their values."""
+    if not interpreted():
+        return 2
+    # The interpreter takes as long for one element as for a thousand; tensors are limited to a million.
+    return 8 if columns <= 4096 else 4
+
+
+@triton.jit
+def greatest(logits):
+    """The maximum of each row of a matrix, NaN if it contains one."""
+    nan = logits != logits
+    best = tl.max(tl.where(nan, float("-inf"), logits), axis=1)
+    return tl.where(tl.max(nan.to(tl.int32), axis=1) > 0, float("nan"), best)
+
+
+@triton.jit
+def behind(best, logits):
+    """Distance of the logits, a matrix, from their row's maximum; infinite for a masked token."""
+    return tl.where(best == float("-inf"), 0.0, best)[:, None] - logits
+
+
+@triton.jit
+def top_of(best):
+    """(maximum of all columns, or NaN; the first column that has it)."""
+    nan = best != best
+    top, column = tl.max(tl.where(nan, float("-inf"), best), axis=0, return_indices=True)
+    top = tl.where(top == 0.0, 0.0, top)  # a distance from -0.0 could be -0.0, which would rank last
+    return tl.where(tl.max(nan.to(tl.int32), axis=0) > 0, float("nan"), top), column
+
+
+@triton.jit
+def weights(distance, temperature):
+    """Tempered probabilities divided by the best token's, float32 (as numpy has them in ``filters``)."""
+    return tl.exp(-(distance / tl.maximum(temperature, 1e-37)))
+
+
+@triton.jit
+def column_distances(best, top, column, columns):
+    """(distance of each column's best token, its bits); past the last column infinite and all ones."""
+    distance = top - best
+    bits = distance.to(tl.uint32, bitcast=True)
+    return distance, tl.where(column < columns, bits, 0xFFFFFFFF)
+
+
+@triton.jit
+def reach_of_columns(bits, least, mass, target, temperature, DIGIT: tl.constexpr):
+    """Bits of a distance within which the tokens of the columns have the target weight; all ones if there is none.
+
+    The weight of a column within a distance is bounded from below: if its best token is within it, by that token's
+    weight ``least``, and by its ``mass`` minus the largest possible weight of its other tokens beyond the distance.
+    With a mass of 0 and a least weight of 1, columns are counted, and the distance is that of the last column counted.
+    """
+    digits = tl.arange(0, 1 << DIGIT).to(tl.uint32)
+    low = tl.full((), 0, tl.uint32)
+    for step in range(32 // DIGIT):
+        shift = 32 - DIGIT * (step + 1)
+        trial = low + (digits << shift)
+        beyond = tl.minimum(trial, _INFINITE_BITS).to(tl.float32, bitcast=True)
+        outside = (COLUMN - 1) * weights(beyond, temperature)
+        held = tl.maximum(least[None, :], mass[None, :] - outside[:, None])
+        held = tl.sum(tl.where(bits[None, :] < trial[:, None], held, 0.0), axis=1)
+        # The first trial is below the target, by the choice of the digits before.
+        low += (tl.sum((held < target).to(tl.int32), axis=0) - 1).to(tl.uint32) << shift
+    return low
+
+
+@triton.jit
+def list_columns(list_ptr, column, columns, bits, reach, most):
+    """Writes the best columns within reach, at most ``most``; returns their number."""
+    here = column < columns
+    nearer = here & (bits < reach)
+    tied = here & (bits == reach)
+    num_nearer = tl.sum(nearer.to(tl.int32), axis=0)
+    count = tl.minimum(num_nearer + tl.sum(tied.to(tl.int32), axis=0), most)
+    place = tl.where(nearer, tl.cumsum(nearer.to(tl.int32), axis=0), num_nearer + tl.cumsum(tied.to(tl.int32), axis=0))
+    tl.store(list_ptr + place - 1, column, (nearer | tied) & (place <= count))
+    tl.debug_barrier()  # other threads read what was written
+    return count
+
+
+@triton.jit
+def listed_tokens(listed, tile, TILE: tl.constexpr):
+    """(ids, distances, keys) of a tile of the listed columns' tokens; past the end the key is ``LAST_KEY``.
+
+    ``listed``: pointer to the row's logits, their number, the row's maximum, pointer to the list, and its length.
+    """
+    row_ptr, vocab, top, list_ptr, count = listed
+    element = tile * TILE + tl.arange(0, TILE)
+    place = element // COLUMN
+    column = tl.load(list_ptr + place, place < count, other=0)
+    token = column * COLUMN + element % COLUMN
+    inside = (place < count) & (token < vocab)
+    distance = top - tl.load(row_ptr + token, inside, other=float("-inf"))
+    return token, distance, tl.where(inside, key_of(distance, token), LAST_KEY)
+
+
+@triton.jit
+def key_of(distance, token):
+    """The key of a token in the ranking: distance, then id."""
+    return (distance.to(tl.int32, bitcast=True).to(tl.int64) << 32) | token.to(tl.int64)
+
+
+@triton.jit
+def end_of_prefix(listed, last, target, temperature, WEIGHTED: tl.constexpr, DIGIT: tl.constexpr, TILE: tl.constexpr):
+    """Key of the last token of the shortest prefix with the target weight; greater than all keys if there is none.
+
+    The weight of a token is 1, or, if WEIGHTED, its tempered probability; 0 after ``last``. The listed columns must
+    include the prefix.
+    """
+    key = tl.full((), 0, tl.int64)
+    key = _refine(listed, last, target, temperature, key, 63, 32 // DIGIT, WEIGHTED, DIGIT, TILE)
+    ties = 0
+    for tile in range(tl.cdiv(listed[4] * COLUMN, TILE)):
+        _token, _distance, keys = listed_tokens(listed, tile, TILE)
+        ties += tl.sum(((keys >> 32) == (key >> 32)).to(tl.int32), axis=0)
+    if ties > 1:
+        steps: tl.constexpr = (_ID_BITS + DIGIT - 1) // DIGIT
+        key = _refine(listed, last, target, temperature, key, steps * DIGIT, steps, WEIGHTED, DIGIT, TILE)
+    else:
+        key = key | _LOW_BITS
+    return key
+
+
+@triton.jit
+def _refine(
+    listed,
+    last,
+    target,
+    temperature,
+    key,
+    SHIFT: tl.constexpr,
+    STEPS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    DIGIT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Determines the key's bits below SHIFT, a digit per step: the greatest key before which the target is not met."""
+    digits = tl.arange(0, 1 << DIGIT).to(tl.int64)
+    for step in range(STEPS):
+        shift = SHIFT - DIGIT * (step + 1)
+        trial = key + (digits << shift)
+        held = tl.zeros((1 << DIGIT, TILE), tl.float64)
+        for tile in tl.range(0, tl.cdiv(listed[4] * COLUMN, TILE), loop_unroll_factor=2):  # loads of two at once
+            _token, distance, keys = listed_tokens(listed, tile, TILE)
+            if WEIGHTED:
+                weight = tl.where(keys <= last, weights(distance, temperature), 0.0).to(tl.float64)
+            else:
+                weight = (keys <= last).to(tl.float64)
+            held += tl.where(keys[None, :] < trial[:, None], weight[None, :], 0.0)
+        key += (tl.sum((tl.sum(held, axis=1) < target).to(tl.int64), axis=0) - 1) << shift
+    return key
+
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 #: Margin of the float32 bounds (in powers of two): far above their rounding errors, small enough to keep few tokens.
@@ -289,7 +452,7 @@ def _survivors_bounds(
 
 @triton.jit
 def _random_bits(token, key_ptr):
-    """The hash of ``octavo/kernels/noise.py``: uniform 32-bit numbers."""
+    """The hash of ``octavo/kernels/sampling.py``: uniform 32-bit numbers."""
     x = token.to(tl.uint32) + 0x9E3779B9
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
@@ -343,3 +506,271 @@ def _winner(row_ptr, vocab, top, temperature, key_ptr, last, column, bound):
         bound = tl.where(column == first, float("inf"), bound)
         lowest, first = tl.min(bound, axis=0, return_indices=True)
     return winner & 0xFFFFFFFF
+
+
+# Logprobs of tokens on the device: log-softmax, rank, and the most likely tokens.
+
+#: Largest number of most likely tokens that ``token_logprobs`` returns.
+MOST_NAMED = 128
+
+
+#: Read and written element by element: their alignment is irrelevant and must not cause another compilation.
+_SMALL_LOGPROBS = ["rows_ptr", "tokens_ptr", "logprobs_ptr", "ranks_ptr", "ids_ptr", "named_ptr"]
+
+
+def token_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """Log-softmax of one token for each of some rows, its rank, and the k most likely tokens.
+
+    Args:
+        logits: [rows, vocab] float32, contiguous in the last dimension.
+        rows: [n] int64, rows of ``logits``.
+        tokens: [n] int64; the result for one outside the vocabulary is undefined.
+        k: at most vocab and ``MOST_NAMED``.
+
+    Returns:
+        One tensor, to be copied to the host at once; ``unpack`` separates its parts.
+
+    Raises:
+        ValueError: k is too large.
+    """
+    n, vocab = len(tokens), logits.shape[1]
+    if k > min(MOST_NAMED, vocab):
+        raise ValueError(f"k must be at most {MOST_NAMED} and the size of the vocabulary, {vocab}, not {k}")
+    found = torch.empty(n * (2 + 2 * k), dtype=torch.int64, device=logits.device)
+    if not n:
+        return found
+    columns = triton.cdiv(vocab, COLUMN.value)
+    pieces = triton.cdiv(columns, SURVEYED.value)
+    best = torch.empty(n, columns, dtype=torch.float32, device=logits.device)
+    mass = torch.empty_like(best)
+    greater = torch.empty(n, pieces, dtype=torch.int32, device=logits.device)
+    listed = torch.empty(n, max(k, 1), dtype=torch.int32, device=logits.device)
+    logprobs_survey_kernel[(pieces, n)](
+        logits, logits.stride(0), vocab, rows, tokens, best, mass, greater, columns, pieces, num_warps=4
+    )
+    logprobs_kernel[(n,)](
+        logits,
+        logits.stride(0),
+        vocab,
+        rows,
+        tokens,
+        best,
+        mass,
+        greater,
+        listed,
+        *unpack(found, n),
+        columns,
+        pieces,
+        k,
+        COLUMNS=triton.next_power_of_2(columns),
+        PIECES=triton.next_power_of_2(pieces),
+        TILE=triton.next_power_of_2(max(k, 1)) * COLUMN.value,
+        DIGIT=digit_bits(columns),
+        num_warps=16,
+    )
+    return found
+
+
+def unpack(found: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The parts of a result of ``token_logprobs`` for n tokens.
+
+    Returns:
+        Logprobs float64 [n]; ranks int64 [n], 1 + the number of greater logits; ids int64 [n, k] and logprobs float64
+        [n, k] of the most likely tokens in order of rank. If a row's greatest logit is not finite, or there is a NaN,
+        the logprob is NaN and the rest is undefined.
+    """
+    logprobs, ranks, top = found.split([n, n, len(found) - 2 * n])
+    ids, named = top.view(2, n, -1) if n else top.view(2, 0, 0)
+    return logprobs.view(torch.float64), ranks, ids, named.view(torch.float64)
+
+
+@triton.jit
+def _chosen_logit(row_ptr, vocab, token_ptr):
+    """The logit of the requested token; infinite outside the vocabulary."""
+    token = tl.load(token_ptr)
+    return tl.load(row_ptr + token, (token >= 0) & (token < vocab), other=float("inf"))
+
+
+@triton.jit(do_not_specialize_on_alignment=_SMALL_LOGPROBS[:2])
+def logprobs_survey_kernel(
+    logits_ptr, row_stride, vocab, rows_ptr, tokens_ptr, best_ptr, mass_ptr, greater_ptr, columns, pieces
+):
+    """For each of SURVEYED columns of a row: the greatest logit, or NaN, and the sum of probabilities over the best's.
+
+    And for all of them: the number of logits greater than that of the row's token.
+    """
+    index = tl.program_id(1).to(tl.int64)
+    row_ptr = logits_ptr + tl.load(rows_ptr + index) * row_stride
+    column = tl.program_id(0) * SURVEYED + tl.arange(0, SURVEYED)
+    token = column[:, None] * COLUMN + tl.arange(0, COLUMN)[None, :]
+    logits = tl.load(row_ptr + token, token < vocab, other=float("-inf"))
+    best = greatest(logits)
+    place = index * columns + column
+    tl.store(best_ptr + place, best, column < columns)
+    tl.store(mass_ptr + place, tl.sum(weights(behind(best, logits), 1.0), axis=1), column < columns)
+    above = (logits > _chosen_logit(row_ptr, vocab, tokens_ptr + index)).to(tl.int32)
+    tl.store(greater_ptr + index * pieces + tl.program_id(0), tl.sum(tl.sum(above, axis=1), axis=0))
+
+
+@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=_SMALL_LOGPROBS)
+def logprobs_kernel(
+    logits_ptr,
+    row_stride,
+    vocab,
+    rows_ptr,
+    tokens_ptr,
+    best_ptr,
+    mass_ptr,
+    greater_ptr,
+    list_ptr,
+    logprobs_ptr,
+    ranks_ptr,
+    ids_ptr,
+    named_ptr,
+    columns,
+    pieces,
+    k,
+    COLUMNS: tl.constexpr,
+    PIECES: tl.constexpr,
+    TILE: tl.constexpr,
+    DIGIT: tl.constexpr,
+):
+    """Logprob and rank of one token of a row, and the most likely tokens, from the row's columns."""
+    index = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + tl.load(rows_ptr + index) * row_stride
+    column = tl.arange(0, COLUMNS)
+    best = tl.load(best_ptr + index * columns + column, column < columns, other=float("-inf"))
+    top, _column = top_of(best)
+    if (top != top) | (tl.abs(top) == float("inf")):
+        tl.store(logprobs_ptr + index, float("nan"))
+    else:
+        distance, bits = column_distances(best, top, column, columns)
+        mass = tl.load(mass_ptr + index * columns + column, column < columns, other=0.0) * weights(distance, 1.0)
+        log_sum = tl.log(tl.sum(mass.to(tl.float64), axis=0))
+        chosen = _chosen_logit(row_ptr, vocab, tokens_ptr + index)
+        tl.store(logprobs_ptr + index, -(top - chosen).to(tl.float64) - log_sum)
+        piece = tl.arange(0, PIECES)
+        greater = tl.load(greater_ptr + index * pieces + piece, piece < pieces, other=0)
+        tl.store(ranks_ptr + index, 1 + tl.sum(greater, axis=0).to(tl.int64))
+        if k > 0:
+            list_ptr += index * k
+            one, none = tl.full((COLUMNS,), 1.0, tl.float32), tl.zeros((COLUMNS,), tl.float32)
+            reach = reach_of_columns(bits, one, none, k, 1.0, DIGIT)
+            count = list_columns(list_ptr, column, columns, bits, reach, k)
+            _token, _distance, keys = listed_tokens((row_ptr, vocab, top, list_ptr, count), 0, TILE)
+            for i in range(k):
+                first = tl.min(keys, axis=0)
+                away = (first >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+                tl.store(ids_ptr + index * k + i, first & 0xFFFFFFFF)
+                tl.store(named_ptr + index * k + i, -away.to(tl.float64) - log_sum)
+                keys = tl.where(keys == first, LAST_KEY, keys)
+
+
+# Sampling on a GPU, as a backend.
+
+
+class DeviceLogprobs:
+    """Logprobs that the device may still be computing (see ``PendingLogprobs``)."""
+
+    __slots__ = ("_counts", "_found", "_tokens", "_vocab_size")
+
+    def __init__(self, found: Tensor, tokens: Tensor, counts: NDArray[np.int64], vocab_size: int) -> None:
+        self._found, self._tokens = HostCopy(found), HostCopy(tokens)
+        self._counts, self._vocab_size = counts, vocab_size
+
+    def wait(self) -> list[PositionLogprobs]:
+        """One for each token; with a token that is none, one without meaning."""
+        found = unpack(self._found.wait(), len(self._counts))
+        logprobs, ranks, ids, named = (values.numpy() for values in found)
+        tokens = self._tokens.wait().numpy()
+        return as_position_logprobs(tokens, logprobs, ranks, self._counts, ids, named, self._vocab_size)
+
+
+class TritonSampling(SamplingBackend):
+    """Sampling on a device. Owns the filters of greedy rows."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._pinned = device.type == "cuda"
+        self._plain = torch.zeros(5, dtype=torch.int64, device=device)
+
+    def prepare(self, logits: Tensor) -> Tensor:
+        """See ``SamplingBackend``."""
+        return as_rows(logits)
+
+    def to_device(self, values: NDArray[Any]) -> Tensor:
+        """See ``SamplingBackend``; a copy, so the array may change."""
+        staged = torch.from_numpy(values)
+        return (host_copy(staged) if self._pinned else staged.clone()).to(self._device, non_blocking=True)
+
+    def fetch(self, tokens: Tensor) -> Callable[[], NDArray[np.int64]]:
+        """Beside the device's work."""
+        copy = HostCopy(tokens)
+        return lambda: copy.wait().numpy()
+
+    def select(self, tokens: Tensor, indices: NDArray[np.int64]) -> Tensor:
+        """See ``SamplingBackend``."""
+        return tokens[self.to_device(indices)]
+
+    def copy_rows(self, logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
+        """See ``SamplingBackend``."""
+        return logits[self.to_device(rows)]
+
+    def edit_rows(self, logits: Tensor, rows: list[int]) -> dict[int, NDArray[np.float32]]:
+        """Copies."""
+        copies = self.copy_rows(logits, np.array(rows, np.int64)).cpu().numpy()
+        return dict(zip(rows, copies, strict=True))
+
+    def put_rows(self, logits: Tensor, edited: dict[int, NDArray[np.float32]]) -> None:
+        """So that all rows are sampled by the same kernels."""
+        values = torch.from_numpy(np.stack(list(edited.values())))
+        logits[self.to_device(np.array(list(edited), np.int64))] = values.to(logits.device)
+
+    def choose_most_likely(self, logits: Tensor) -> Tensor:
+        """See ``SamplingBackend``."""
+        rows = len(logits)
+        if 5 * rows > len(self._plain):
+            self._plain = torch.zeros(10 * rows, dtype=torch.int64, device=self._device)
+        return _choose(logits, self._plain[: 5 * rows].view(5, rows), None)
+
+    def choose(
+        self,
+        logits: Tensor,
+        filters: NDArray[np.void],
+        keys: NDArray[np.uint32],
+        mask: NDArray[np.uint32] | None = None,
+    ) -> Tensor:
+        """See ``SamplingBackend``; filters and keys are copied to the device at once, and the mask in another copy."""
+        shape = (5, len(filters))
+        asked = host_empty(shape, torch.int64) if self._pinned else torch.empty(shape, dtype=torch.int64)
+        host = asked.numpy()
+        for line, name in enumerate(("temperature", "top_k", "top_p", "min_p")):
+            host[line] = filters[name].view(np.int64)
+        host[4] = np.ascontiguousarray(keys).view(np.int64)[:, 0]
+        allowed = None if mask is None else self.to_device(np.ascontiguousarray(mask).view(np.int32))
+        return _choose(logits, asked.to(self._device, non_blocking=True), allowed)
+
+    def logprobs(
+        self, logits: Tensor, indices: NDArray[np.int64], tokens: Tensor, counts: NDArray[np.int64]
+    ) -> DeviceLogprobs:
+        """See ``SamplingBackend``."""
+        counts = np.minimum(counts, self._vocab_size)
+        width = int(counts.max(initial=0))
+        found = token_logprobs(logits, self.to_device(indices), tokens, width)
+        return DeviceLogprobs(found, tokens, counts, self._vocab_size)
+
+
+def _choose(logits: Tensor, asked: Tensor, mask: Tensor | None) -> Tensor:
+    """``asked``: a line each of temperature, top_k, top_p, min_p and key, as 64 bits."""
+    temperature, top_k, top_p, min_p, key = asked
+    as_float = torch.float64
+    return choose_tokens(
+        logits,
+        temperature.view(as_float),
+        top_k,
+        top_p.view(as_float),
+        min_p.view(as_float),
+        key.view(torch.int32).view(-1, 2),
+        mask,
+    )

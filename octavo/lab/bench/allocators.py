@@ -12,10 +12,9 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.config import EngineConfig, make_config
+from octavo.config.engine_config import EngineConfig, make_config
 from octavo.core.errors import ConfigError
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import BeamSearchParams, SamplingParams
 from octavo.engine.llm_engine import LLMEngine
 from octavo.lab.bench.restartable import RestartableCore, restarted, start
 from octavo.lab.simulate.allocators.comparison import ALLOCATORS

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.errors import ConfigError
-from octavo.core.extras import how_to_install
 from octavo.core.outputs import RequestOutput
 from octavo.core.plan import StepPlan
+from octavo.core.plugins import how_to_install
 from octavo.engine.llm import LLM
 from octavo.engine.llm_engine import LLMEngine
 from octavo.executor.executor import Executor
@@ -26,7 +26,7 @@ from octavo.kernels import resolve_device
 from octavo.lab.bench.offline import greedy, random_prompts
 from octavo.lab.simulate.step_profile import FitError, Overhead, StepProfile
 from octavo.lab.simulate.work import StepWork, count_work
-from octavo.models.sizes import build_without_weights, kv_bytes_per_token
+from octavo.models.network import build_without_weights, kv_bytes_per_token
 
 #: Tokens of a step at which the curve of the matrix products may bend.
 _KNOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.lab.bench import serve_load
 from octavo.lab.bench.own_server import SERVED_NAME, running_server, token_id_range

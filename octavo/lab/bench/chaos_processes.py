@@ -15,7 +15,7 @@ import psutil
 _ROLES = {
     "octavo.engine.core_process": "core",
     "octavo.executor.worker_loop": "worker",
-    "octavo.sandbox.process": "sandbox",
+    "octavo.process.sandbox_process": "sandbox",
     "multiprocessing.resource_tracker": "tracker",
 }
 #: As Ray names the process of an actor of ``RayExecutor``.

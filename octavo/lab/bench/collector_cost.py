@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.engine.garbage import settle_collector
+from octavo.core.garbage import settle_collector
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult, TableChange
 from octavo.executor.executor import Executor

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.lab.bench.capacity import capacity_of, full_load
 from octavo.lab.bench.chaos_processes import server_processes

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def limits_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
     """Peak rates of the device, which other figures are shares of."""
-    from octavo.kernels.torch_limits import measure_device
+    from octavo.kernels.torch_backend import measure_device
 
     limits = measure_device(scale.device, scale.copied_bytes, scale.product_size)
     size, n = f"{scale.copied_bytes / 1e9:.4g} GB", scale.product_size

@@ -10,17 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from octavo.lab.bench.gpu_scale import Roofline, Row, Scale, batch_name, each
-from octavo.lab.bench.offline import (
-    BatchRun,
-    greedy,
-    make_batches,
-    measure,
-    random_prompts,
-    run_batch,
-)
+from octavo.lab.bench.offline import BatchRun, greedy, make_batches, measure, random_prompts, run_batch
 from octavo.lab.simulate.step_costs import layer_weights, prefill_operations, weight_bytes_read
 from octavo.lab.workloads.lengths import Constant
-from octavo.models.sizes import build_without_weights, kv_bytes_per_token
+from octavo.models.network import build_without_weights, kv_bytes_per_token
 
 if TYPE_CHECKING:
     from octavo.engine.llm import LLM

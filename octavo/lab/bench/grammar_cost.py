@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from octavo.core.errors import WorkerError
 from octavo.core.request import Generate
-from octavo.core.sampling_params import SamplingParams
-from octavo.core.structured_outputs import Grammar, StructuredOutputsParams
+from octavo.core.sampling_params import Grammar, SamplingParams, StructuredOutputsParams
 from octavo.grammar.matcher import GrammarTokenizer, compile_grammar
-from octavo.sampling.grammar_mask import CompiledGrammar, GrammarMask, GrammarMasks
+from octavo.sampling.logits_processors import CompiledGrammar, GrammarMask, GrammarMasks
 
 if TYPE_CHECKING:
     from octavo.engine.input_processor import InputProcessor

@@ -9,18 +9,22 @@ from typing import Any
 
 import numpy as np
 
+from octavo.config.kv_spec import KVSpec
 from octavo.core.dtypes import DType, rounded
-from octavo.core.kv_spec import KVSpec
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.arrays import Array
-from octavo.kernels.cache import LayerCache
 from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput, make_batch
-from octavo.kernels.interface import AttentionSpec, Kernels
-from octavo.kernels.lora import LowRank, LowRankPart, LowRankShape
-from octavo.kernels.packed_weight import PackedWeight
+from octavo.kernels.interface import (
+    Array,
+    AttentionSpec,
+    Kernels,
+    LayerCache,
+    LowRank,
+    LowRankPart,
+    LowRankShape,
+    PackedWeight,
+)
 from octavo.layers.layer import Weight
-from octavo.models.network import Network
-from octavo.models.sizes import build_without_weights, matrices, size_bytes
+from octavo.models.network import Network, build_without_weights, matrices, size_bytes
 
 #: Tokens of a block of the KV cache.
 BLOCK = 16

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.cpu_limits import CpuLimits, cpu_read_gb_s, measure_cpu
+from octavo.kernels.cpu.array import CpuLimits, cpu_read_gb_s, measure_cpu
 from octavo.kernels.forward_batch import BatchSize
 from octavo.kernels.interface import Kernels
 from octavo.lab.bench.kernel_cases import (
@@ -135,7 +135,7 @@ def measure_case(kernels: Kernels, case: KernelCase, device: str, limits: Limits
 def _seconds(kernels: Kernels, case: KernelCase, device: str) -> tuple[float, float]:
     """Median and least seconds of a run of all calls; the minimum favours short cases on a busy machine."""
     if device == "cuda":
-        from octavo.kernels.torch_limits import graphed, seconds_per_call
+        from octavo.kernels.torch_backend import graphed, seconds_per_call
 
         seconds = seconds_per_call(graphed(lambda: case.forward(case.batch), device), device)
         return seconds, seconds

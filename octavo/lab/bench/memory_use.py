@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from octavo.core.beam_search_params import BeamSearchParams
-from octavo.core.config import SchedulerOptions
-from octavo.core.prompts import Prompt
-from octavo.core.request import EngineCoreRequest, Generate
-from octavo.core.sampling_params import SamplingParams
+from octavo.config.options import SchedulerOptions
+from octavo.core.request import EngineCoreRequest, Generate, Prompt
+from octavo.core.sampling_params import BeamSearchParams, SamplingParams
 from octavo.lab.bench.scheduler_cost import sampled
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.scheduler import Scheduler

@@ -20,7 +20,7 @@ from octavo.lab.workloads.lengths import Lengths
 from octavo.lab.workloads.tokens import token_ids
 from octavo.lab.workloads.work_items import WorkItem
 from octavo.lab.workloads.workload import Workload
-from octavo.models.sizes import build_without_weights, kv_bytes_per_token
+from octavo.models.network import build_without_weights, kv_bytes_per_token
 
 if TYPE_CHECKING:
     from octavo.core.outputs import RequestOutput

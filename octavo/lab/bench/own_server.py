@@ -21,11 +21,10 @@ from typing import Any
 import tokenizers
 from tokenizers import models
 
-from octavo.core.config import EngineConfig
-from octavo.core.config_sources import OPTIONS, PREFIX
+from octavo.config.engine_config import EngineConfig
+from octavo.config.sources import OPTIONS, PREFIX
 from octavo.core.errors import ConfigError
-from octavo.engine.find_tokenizer import NoTokenizer, find_tokenizer
-from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.tokenizer import NoTokenizer, Tokenizer, find_tokenizer
 from octavo.lab.workloads.tokens import ID_RANGE
 from octavo.loader.resolve import resolve_model
 from octavo.models.config_files import read_model_config

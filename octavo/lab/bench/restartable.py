@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError, EngineStateError
 from octavo.engine.core import EngineCore, block_settings
 from octavo.engine.llm_engine import LLMEngine

@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from octavo.core.config import EngineConfig, SchedulerOptions, make_config
+from octavo.config.engine_config import EngineConfig, make_config
+from octavo.config.options import SchedulerOptions
 from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, Generate

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.config.options import SpeculativeConfig
 from octavo.core.errors import WorkerError
 from octavo.core.sampling_params import SamplingParams
-from octavo.core.speculative_options import SpeculativeConfig
 
 if TYPE_CHECKING:
     from octavo.core.stats import SpeculationStats

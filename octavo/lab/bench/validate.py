@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.engine.llm import LLM
 from octavo.engine.llm_engine import LLMEngine

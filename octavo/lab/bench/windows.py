@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from octavo.core.config import SchedulerOptions
-from octavo.core.kv_groups import GroupBlocks, KVLayout
-from octavo.core.kv_spec import KVSpec, group_layers
+from octavo.config.kv_spec import GroupBlocks, KVLayout, KVSpec, group_layers
+from octavo.config.options import SchedulerOptions
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.lab.bench.memory_use import trace

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags, take_model
+from octavo.cli.flags import add_engine_flags, read_engine_config, refuse_idle_flags, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, check_positive, check_range, json_output, refuse_words
 from octavo.core.errors import ConfigError
 from octavo.lab.commands import (
@@ -24,8 +24,8 @@ from octavo.lab.commands import (
 from octavo.lab.commands.records import show
 
 if TYPE_CHECKING:
-    from octavo.core.config import EngineConfig
-    from octavo.core.kv_spec import KVSpec
+    from octavo.config.engine_config import EngineConfig
+    from octavo.config.kv_spec import KVSpec
     from octavo.lab.bench.windows import WindowFigures
 
 KINDS = (
@@ -193,7 +193,7 @@ def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     device = resolve_device(options.device)
     limits = None
     if device != "cpu":
-        from octavo.kernels.torch_limits import measure_device
+        from octavo.kernels.torch_backend import measure_device
 
         limits = measure_device(device)
     lengths = parse_inputs(arguments.input_len), parse_outputs(arguments.output_len)
@@ -227,7 +227,7 @@ def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> 
     from octavo.engine.llm import LLM
     from octavo.engine.model_files import find_files
     from octavo.lab.bench.memory_use import measure_sharing, measure_use
-    from octavo.loader.shapes import SHAPES
+    from octavo.loader.builtin import SHAPES
 
     options = read_engine_config(arguments, model)
     asked = options.model_dump(exclude_unset=True)
@@ -269,7 +269,7 @@ def _windows(options: EngineConfig) -> Iterator[WindowFigures]:
     from octavo.lab.bench.windows import SHAPES, measure_windows
     from octavo.loader.resolve import resolve_model
     from octavo.models.config_files import read_model_config
-    from octavo.models.sizes import build_without_weights
+    from octavo.models.network import build_without_weights
 
     def specs(name: str) -> list[KVSpec]:
         config = read_model_config(resolve_model(name, revision=options.revision, weights=False))

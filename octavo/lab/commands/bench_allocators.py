@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config, take_model
+from octavo.cli.flags import add_engine_flags, read_engine_config, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, check_range, write_json
 from octavo.core.errors import ConfigError
 from octavo.lab.commands.waiting import Waiting

@@ -6,13 +6,13 @@ from typing import IO
 
 import msgspec
 
-from octavo.cli.engine_flags import read_engine_config
+from octavo.cli.flags import read_engine_config
 from octavo.cli.parsing import Arguments
 
 
 def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     """Measures steps of a model on this machine; the profile as JSON goes to ``stream``, if there is one."""
-    from octavo.cli.machine import cpu_name, usable_cores
+    from octavo.cli.info import cpu_name, usable_cores
     from octavo.engine.llm import LLM
     from octavo.kernels import gpu_name, resolve_device
     from octavo.lab.bench.calibrate import calibrate, least_squares

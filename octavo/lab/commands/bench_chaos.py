@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config, take_model
+from octavo.cli.flags import add_engine_flags, read_engine_config, take_model
 from octavo.cli.parsing import (
     EXIT_FAILED,
     Arguments,

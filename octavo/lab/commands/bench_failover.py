@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import IO
 
-from octavo.cli.engine_flags import read_engine_config
+from octavo.cli.flags import read_engine_config
 from octavo.cli.parsing import Arguments, check_positive
 from octavo.lab.commands.records import show_one
 

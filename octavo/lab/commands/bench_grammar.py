@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import IO
 
-from octavo.cli.engine_flags import read_engine_config
+from octavo.cli.flags import read_engine_config
 from octavo.cli.parsing import Arguments
 from octavo.core.errors import ConfigError
 from octavo.lab.commands.records import show_one
@@ -16,7 +16,7 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
     Raises:
         ConfigError: the length of outputs is no number.
     """
-    from octavo.cli.machine import usable_cores
+    from octavo.cli.info import usable_cores
     from octavo.engine.llm import LLM
     from octavo.lab.bench import grammar_cost
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import IO, TYPE_CHECKING
 
-from octavo.cli.engine_flags import read_engine_config
+from octavo.cli.flags import read_engine_config
 from octavo.cli.parsing import Arguments
 from octavo.core.errors import ConfigError
 from octavo.lab.commands.records import show
@@ -43,7 +43,7 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
             f"{peaks.int8_dot_gops:.0f} in dots of int8"
         )
     else:
-        from octavo.kernels.torch_limits import measure_device
+        from octavo.kernels.torch_backend import measure_device
 
         of_gpu = measure_device(device)
         gpu_limits = of_gpu.bandwidth_gb_s, of_gpu.bf16_tflops * 1e3

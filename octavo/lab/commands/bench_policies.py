@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.engine_flags import PREFIX, add_engine_flags, take_model
+from octavo.cli.flags import PREFIX, add_engine_flags, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, add_report_flag, check_folder, check_range, json_output
 from octavo.core.errors import ConfigError
 from octavo.lab.commands.waiting import Waiting, add_thorough_flag
@@ -146,8 +146,8 @@ def _words(flag: str, text: str) -> list[str]:
 
 def _configure(arguments: Arguments, model: str | None) -> Configure:
     """The engine's options in a place, with those that a scenario and a policy set."""
-    from octavo.core.config import EngineConfig
-    from octavo.core.config_sources import resolve_config
+    from octavo.config.engine_config import EngineConfig
+    from octavo.config.sources import resolve_config
     from octavo.lab.commands.cluster_flags import OPTIONS
 
     flags = arguments.group(PREFIX)

@@ -23,8 +23,8 @@ from octavo.cli.parsing import (
     refuse_words,
     write_line,
 )
+from octavo.config.server_options import names
 from octavo.core.errors import ConfigError
-from octavo.core.server_options import names
 from octavo.lab.commands.waiting import Waiting, add_thorough_flag, duration
 from octavo.lab.plots.style import check_image
 from octavo.lab.workloads.flags import DEFAULT_REQUESTS, FORMS, add_seed_flag, add_workload_flags, make_workload

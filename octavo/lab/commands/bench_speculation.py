@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import yaml
 
 from octavo.cli.parsing import Arguments
-from octavo.core.config import SpeculativeConfig, make_config
+from octavo.config.engine_config import make_config
+from octavo.config.options import MODEL_METHODS, SpeculativeConfig
 from octavo.core.errors import ConfigError
-from octavo.core.speculative_options import MODEL_METHODS
 
 if TYPE_CHECKING:
-    from octavo.core.config import EngineConfig
+    from octavo.config.engine_config import EngineConfig
     from octavo.lab.bench.speculation import SpeculationFigures
 
 TITLE = (
@@ -42,7 +42,7 @@ def measure(arguments: Arguments, options: EngineConfig) -> Iterator[Speculation
     """
     from octavo.engine.llm import LLM
     from octavo.lab.bench import speculation
-    from octavo.loader.shapes import SHAPES
+    from octavo.loader.builtin import SHAPES
 
     shared = options.speculative_config
     configs = {label: _labelled(shared, label) for label in map(str.strip, arguments.speculative.split(","))}

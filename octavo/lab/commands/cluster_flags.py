@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.parsing import Arguments, Parser
-from octavo.core.config import SchedulerOptions
+from octavo.config.options import SchedulerOptions
 from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.cli.engine_flags import PREFIX, add_engine_flags, read_engine_config, refuse_idle_flags
+from octavo.cli.flags import PREFIX, add_engine_flags, read_engine_config, refuse_idle_flags
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, add_report_flag, check_folder, refuse_words, write_json
 from octavo.core.errors import ConfigError
 from octavo.lab.commands import simulate_allocators, simulate_plan, simulate_preemption, simulate_profile
@@ -27,7 +27,7 @@ from octavo.lab.commands.waiting import Waiting
 from octavo.lab.workloads.flags import FORMS, add_workload_flags, make_workload
 
 if TYPE_CHECKING:
-    from octavo.core.config import EngineConfig
+    from octavo.config.engine_config import EngineConfig
     from octavo.lab.commands.simulate_report import PolicyRun
     from octavo.lab.simulate.cluster.spec import ClusterSpec
     from octavo.lab.simulate.figures import Completions, Latency, RunFigures

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from octavo.cli.engine_flags import add_engine_flags, read_engine_config, refuse_idle_flags
+from octavo.cli.flags import add_engine_flags, read_engine_config, refuse_idle_flags
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, check_range, refuse_words, write_json
 from octavo.lab.commands.cluster_flags import OPTIONS, add_cluster_flags, add_profile_flags, make_spec
 from octavo.lab.commands.waiting import Waiting, add_thorough_flag

@@ -6,8 +6,8 @@ import sys
 import time
 from typing import Any, Self
 
+from octavo.cli.inputs import notice
 from octavo.cli.parsing import Parser
-from octavo.cli.terminal_text import notice
 
 #: For the first line of a run with few requests.
 FIRST_LOOK = " (a first look; --thorough for figures to publish)"

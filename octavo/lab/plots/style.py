@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.core.errors import ConfigError
-from octavo.core.extras import how_to_install
+from octavo.core.plugins import how_to_install
 
 #: Of text and axes; in a report's page it becomes the color of the page's text.
 FOREGROUND = "#262626"

@@ -45,7 +45,7 @@ def computed_profile(
         ConfigError: layers have attention windows, or the weights do not fit the memory.
     """
     from octavo.lab.simulate import step_costs
-    from octavo.models import sizes
+    from octavo.models import network as sizes
 
     network = sizes.build_without_weights(config, dtype, quantization)
     if any(spec.window is not None for spec in network.kv_specs):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from octavo.core.request import EngineCoreRequest, Generate, SequenceStatus
-from octavo.core.request_options import RequestOptions
+from octavo.core.request import EngineCoreRequest, Generate, RequestOptions, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.lab.workloads.work_items import WorkItem
-from octavo.scheduler.queues import Queues
+from octavo.scheduler.queues import SchedulingState
 
 #: The token that ends a sequence before its ``max_tokens``.
 STOP = 0
@@ -37,7 +36,7 @@ def core_request(number: int, item: WorkItem, prompt: list[int], max_tokens: int
     )
 
 
-def add_with_computed_kv(queues: Queues, request: EngineCoreRequest) -> bool:
+def add_with_computed_kv(queues: SchedulingState, request: EngineCoreRequest) -> bool:
     """Adds a group of one sequence whose prompt, but for its last token, another engine has computed: it is swapped.
 
     False, and nothing is changed, if too few host blocks are available.

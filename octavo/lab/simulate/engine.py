@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.progress import AdmissionStats, CompletionProgress, Progress
-from octavo.engine.step_loop import StepLoop
+from octavo.core.request import AdmissionStats, CompletionResumePoint, ResumePoint
+from octavo.engine.core import StepLoop
 from octavo.lab.simulate.blocks import make_simulated_blocks
 from octavo.lab.simulate.core_requests import STOP, add_with_computed_kv, core_request
 from octavo.lab.simulate.prompt_ids import TOKEN, prompt_of
@@ -160,7 +160,7 @@ class SimulatedEngine:
             self._workers.answers[number] = (len(prompt), answer)
         if added.tokens:
             ids = answer[: added.tokens] or [TOKEN] * added.tokens
-            request.progress = Progress([CompletionProgress(0, ids)], totals=AdmissionStats(number))
+            request.progress = ResumePoint([CompletionResumePoint(0, ids)], totals=AdmissionStats(number))
         self.scheduler.add(request)
         self._end_at(number, length)
         return added

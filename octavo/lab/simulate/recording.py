@@ -7,11 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from octavo.core.engine_view import EngineEvent, ReplicaRow
 from octavo.core.plan import StepPlan
-from octavo.core.recordings import write_recording
-from octavo.core.stats import SchedulerState, SchedulerStats, StepStats
-from octavo.engine.view_recorder import ViewRecorder
+from octavo.core.stats import EngineEvent, ReplicaRow, SchedulerState, SchedulerStats, StepStats, write_recording
+from octavo.engine.core import ViewRecorder
 from octavo.lab.simulate.engine import SimulatedEngine
 
 #: Views of a recording: twice as many are collected before every second one is left out.

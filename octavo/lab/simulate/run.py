@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.lab.simulate.engine import SimulatedEngine, SimulatedRequest, run
 from octavo.lab.simulate.figures import Completions, Gaps, RunFigures, Series, rates
 from octavo.lab.simulate.recording import RunRecorder

@@ -7,7 +7,7 @@ from collections import Counter
 
 from octavo.lab.simulate.engine import SimulatedEngine, SimulatedRequest
 from octavo.lab.simulate.figures import Series, ServiceByUser
-from octavo.scheduler.policies.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from octavo.scheduler.policies import OUTPUT_WEIGHT, PROMPT_WEIGHT
 
 #: Users whose service is recorded: the first that are seen.
 MOST_USERS = 12

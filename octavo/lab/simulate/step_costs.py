@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from octavo.models.network import Network
-from octavo.models.sizes import matrices, size_bytes
+from octavo.models.network import Network, matrices, size_bytes
 
 
 def weight_bytes_read(network: Network, tokens: int = 1) -> int:

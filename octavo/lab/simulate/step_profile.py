@@ -21,8 +21,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from octavo.core.bounded_file import read_bounded
 from octavo.core.errors import ConfigError
+from octavo.core.files import read_bounded
 from octavo.lab.simulate.work import StepWork
 
 #: Largest profile file in bytes; most points of a curve.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from octavo.core.config import EngineConfig, make_config
+from octavo.config.engine_config import EngineConfig, make_config
 from octavo.core.errors import ConfigError
 from octavo.lab.simulate.run import simulate
 from octavo.lab.simulate.step_profile import StepProfile

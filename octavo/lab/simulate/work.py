@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from octavo.core.plan import StepPlan
 from octavo.scheduler.groups import Sequence
-from octavo.scheduler.queues import Queues
+from octavo.scheduler.queues import SchedulingState
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class StepWork:
     transfers: int = 0
 
 
-def count_work(plan: StepPlan, queues: Queues) -> tuple[StepWork, list[Sequence]]:
+def count_work(plan: StepPlan, queues: SchedulingState) -> tuple[StepWork, list[Sequence]]:
     """The work of a plan that was just made, and the sequences that sample in it.
 
     ``queues`` are as the scheduler leaves them: the plan's tokens count as computed. All requests generate, one

@@ -4,9 +4,18 @@
 from __future__ import annotations
 
 from octavo.core.plugins import load_class
-from octavo.server.tool_parsers.json_calls import DeepSeek, Granite, Hermes, Llama3, Mistral, Phi4Mini
-from octavo.server.tool_parsers.python_calls import Pythonic
-from octavo.server.tool_parsers.tagged_calls import FunctionGemma, Gemma, QwenCoder
+from octavo.server.tool_parsers.formats import (
+    DeepSeek,
+    FunctionGemma,
+    Gemma,
+    Granite,
+    Hermes,
+    Llama3,
+    Mistral,
+    Phi4Mini,
+    Pythonic,
+    QwenCoder,
+)
 from octavo.server.tool_parsers.tool_parser import ToolParser
 
 #: By the name that ``--tool-call-parser`` gives.

@@ -1,5 +1,5 @@
 // What the engine has sent: the last steps and the views they belong to, to look back at, to save and to open again.
-// The arrays of a step, a run and a group have their fields in the order of octavo/core/engine_view.py.
+// The arrays of a step, a run and a group have their fields in the order of octavo/core/stats.py.
 
 import { events, lost, request } from "./api.js";
 

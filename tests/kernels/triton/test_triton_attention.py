@@ -19,7 +19,8 @@ from octavo.kernels.interface import AttentionSpec
 
 pytest.importorskip("triton")
 
-from octavo.kernels.triton import attention_decode, attention_fixed
+from octavo.kernels.triton import attention as attention_decode
+from octavo.kernels.triton import attention as attention_fixed
 from octavo.kernels.triton.attention import paged_attention
 from octavo.kernels.triton.backend import TritonKernels
 from octavo.kernels.triton.cache import TritonLayerCache, make_cache

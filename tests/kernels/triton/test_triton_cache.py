@@ -19,9 +19,10 @@ from octavo.kernels.triton.cache import (
     copy_blocks,
     make_cache,
     make_host_cache,
+    reshape_and_cache,
+    rotary_and_cache,
     swap_blocks,
 )
-from octavo.kernels.triton.rotary_cache import reshape_and_cache, rotary_and_cache
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

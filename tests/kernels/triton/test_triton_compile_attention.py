@@ -106,7 +106,10 @@ def launch(
     from octavo.kernels.forward_batch import make_batch
     from octavo.kernels.interface import AttentionSpec
     from octavo.kernels.reference import ReferenceKernels
-    from octavo.kernels.triton import attention, attention_decode, attention_fixed, cache, rotary_cache
+    from octavo.kernels.triton import attention, cache
+    from octavo.kernels.triton import attention as attention_decode
+    from octavo.kernels.triton import attention as attention_fixed
+    from octavo.kernels.triton import cache as rotary_cache
 
     numbers, held = getattr(torch, dtype), getattr(torch, cache_dtype or dtype)
     caches = cache.make_cache(2, 4, block_size, 8, head_dim, held, "cpu")

@@ -22,8 +22,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """Named calls of the public functions with the shapes of an 8B model."""
-    from octavo.kernels.lora import LowRankShape
-    from octavo.kernels.triton import activation, embedding, experts, matmul, norm, quant, quantize
+    from octavo.kernels.interface import LowRankShape
+    from octavo.kernels.triton import elementwise as activation
+    from octavo.kernels.triton import elementwise as embedding
+    from octavo.kernels.triton import elementwise as norm
+    from octavo.kernels.triton import lora as experts
+    from octavo.kernels.triton import matmul, quant
+    from octavo.kernels.triton import quant as quantize
     from octavo.kernels.triton.backend import TritonKernels
     from tests.torch_types import engine_dtype
 

@@ -29,7 +29,7 @@ def choose(vocab: int, masked: bool) -> None:
 
 
 def score(vocab: int, k: int) -> None:
-    from octavo.kernels.triton.logprobs import token_logprobs
+    from octavo.kernels.triton.sampling import token_logprobs
 
     tokens = torch.zeros(64, dtype=torch.int64)
     token_logprobs(torch.empty(64, vocab), tokens, tokens, k)

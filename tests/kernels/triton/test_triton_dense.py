@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octavo.kernels.packed_weight import Activation
-from octavo.kernels.triton import tiles
-from octavo.kernels.triton.activation import activate
+from octavo.kernels.interface import Activation
+from octavo.kernels.triton import matmul as tiles
+from octavo.kernels.triton.elementwise import activate, rms_norm
 from octavo.kernels.triton.matmul import matmul
-from octavo.kernels.triton.norm import rms_norm
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

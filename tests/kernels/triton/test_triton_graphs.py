@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
 from octavo.kernels.reference import ReferenceKernels
-from octavo.kernels.triton.graphs import CudaGraphs, GraphedForward, graph_sizes
+from octavo.kernels.triton.backend import CudaGraphs, GraphedForward, graph_sizes
 
 BLOCK, MAX_LEN, MAX_SEQS = 4, 40, 20
 

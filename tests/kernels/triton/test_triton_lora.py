@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.dtypes import DType
-from octavo.kernels.lora import LowRank, LowRankShape
+from octavo.kernels.interface import LowRank, LowRankShape
 from octavo.kernels.triton import lora
 from octavo.kernels.triton.backend import TritonKernels
 from octavo.kernels.triton.lora import RowTiles

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, WeightError
-from octavo.kernels.packed_weight import Activation
-from octavo.kernels.triton.activation import activate
+from octavo.kernels.interface import Activation
 from octavo.kernels.triton.backend import TritonKernels
-from octavo.kernels.triton.quant import quantized_gated, quantized_matmul
-from octavo.kernels.triton.quantize import TritonQuantizedLinear, quantize
+from octavo.kernels.triton.elementwise import activate
+from octavo.kernels.triton.quant import TritonQuantizedLinear, quantize, quantized_gated, quantized_matmul
 from tests.kernels.torch_facade import of_torch
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -76,7 +75,7 @@ def test_int4_is_no_worse_than_rounding_to_the_extreme(rows: int, groups: int, g
 def test_rows_that_are_quantised_in_parts_are_as_those_quantised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = randn(300, 256)
     whole = {kind: dequantized(quantize(weight, kind)) for kind in ("int8", "int4", "fp8")}
-    monkeypatch.setattr("octavo.kernels.triton.quantize._AT_ONCE", 1)
+    monkeypatch.setattr("octavo.kernels.triton.quant._AT_ONCE", 1)
     for kind, expected in whole.items():
         assert torch.equal(dequantized(quantize(weight, kind)), expected)
 
@@ -184,7 +183,7 @@ def test_pieces_that_meet_in_memory_and_in_one_program_give_the_same_bits(
 ) -> None:
     x, packed = randn(5, 896, dtype=torch.bfloat16), quantize(randn(140, 896, seed=1), kind, group=group)
     met = quantized_matmul(x, packed, torch.float32)
-    monkeypatch.setattr("octavo.kernels.triton.tiles._MOST_SPLIT_PROGRAMS", 0)
+    monkeypatch.setattr("octavo.kernels.triton.matmul._MOST_SPLIT_PROGRAMS", 0)
     assert torch.equal(quantized_matmul(x, packed, torch.float32), met)
 
 
@@ -199,7 +198,7 @@ def test_pieces_that_meet_in_memory_and_in_one_program_give_the_same_bits(
 def test_a_gated_product_has_the_bits_of_product_and_activation(
     kind: str, group: int | None, rows: int, dtype: torch.dtype, most_programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo.kernels.triton.tiles._MOST_SPLIT_PROGRAMS", most_programs)
+    monkeypatch.setattr("octavo.kernels.triton.matmul._MOST_SPLIT_PROGRAMS", most_programs)
     inputs = 544 if group == 32 else 640
     x, bias = randn(rows, inputs, dtype=dtype), randn(256, dtype=dtype, seed=2)
     packed = quantize(randn(256, inputs, seed=1) / 23, kind, bias, group=group)

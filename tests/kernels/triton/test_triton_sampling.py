@@ -17,11 +17,10 @@ from scipy import special
 triton: Any = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from octavo.kernels import noise  # noqa: E402
-from octavo.kernels.numpy_sampling import NumpySampling  # noqa: E402
-from octavo.kernels.sampling import FILTERS, Filters, pack_mask  # noqa: E402
+from octavo.kernels import sampling as noise  # noqa: E402
+from octavo.kernels.sampling import FILTERS, Filters, NumpySampling, pack_mask  # noqa: E402
 from octavo.kernels.triton import sampling  # noqa: E402
-from octavo.kernels.triton.logprobs import MOST_NAMED, token_logprobs, unpack  # noqa: E402
+from octavo.kernels.triton.sampling import MOST_NAMED, token_logprobs, unpack  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

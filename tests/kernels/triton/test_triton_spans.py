@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from octavo.kernels.triton import attention_fixed
+from octavo.kernels.triton import attention as attention_fixed
 from tests.kernels.triton.test_triton_attention import Case, attend, build, cases, compute
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.main import main
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.errors import ConfigError
 from octavo.engine.llm_engine import LLMEngine
 from octavo.lab.bench.allocators import CASES, AllocatorCase, make_options, measure, use_allocator

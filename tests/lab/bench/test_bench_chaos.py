@@ -333,7 +333,7 @@ def test_pauses_are_told_by_fault_where_it_came_alone() -> None:
 @pytest.fixture
 def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[psutil.Process]:
     """A process with children whose command lines are those of a core, a worker and a sandbox."""
-    roles = ["octavo.engine.core_process", "octavo.executor.worker_loop", "octavo.sandbox.process"]
+    roles = ["octavo.engine.core_process", "octavo.executor.worker_loop", "octavo.process.sandbox_process"]
     children = "\n".join(f"subprocess.Popen(sleep + ['{role}'])" for role in roles)
     sleep = "sleep = [sys.executable, '-c', 'import time; time.sleep(600)']"
     monkeypatch.setenv(MARK, "this test")
@@ -351,7 +351,7 @@ def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[psutil.Process]:
 
 
 def role(process: psutil.Process) -> str:
-    return process.cmdline()[-1].split(".")[1]
+    return "sandbox" if "sandbox" in process.cmdline()[-1] else process.cmdline()[-1].split(".")[1]
 
 
 async def _hit(pid: int, kind: str) -> list[Fault]:

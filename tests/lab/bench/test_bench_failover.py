@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.main import main
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.errors import ConfigError
 from octavo.lab.bench import failover
 from octavo.lab.bench.serve_client import RequestOutcome

@@ -20,14 +20,14 @@ import torch
 
 from octavo import LLM
 from octavo.core.sampling_params import SamplingParams
-from octavo.kernels.torch_limits import graphed, measure_device, seconds_per_call
+from octavo.kernels.torch_backend import graphed, measure_device, seconds_per_call
 from octavo.lab.bench import gpu, gpu_engine
 from octavo.lab.bench.gpu_scale import FULL, TINY, Scale
 from octavo.lab.bench.offline import make_batches, measure, run_batch, step_bytes
 from octavo.lab.simulate.step_costs import layer_weights, prefill_operations, weight_bytes_read
 from octavo.lab.workloads.lengths import Constant
 from octavo.models.config_files import read_model_config
-from octavo.models.sizes import build_without_weights, kv_bytes_per_token
+from octavo.models.network import build_without_weights, kv_bytes_per_token
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCRIPT = ROOT / "scripts" / "gpu_bench.py"

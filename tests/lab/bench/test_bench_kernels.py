@@ -18,7 +18,7 @@ from octavo.kernels.interface import Kernels
 from octavo.lab.bench import kernels as measuring
 from octavo.lab.bench.kernel_cases import Shapes, Types, attention_cases, expert_cases, linear_cases, low_rank_cases
 from octavo.lab.commands import bench_kernels
-from octavo.loader.shapes import SHAPES as MODELS
+from octavo.loader.builtin import SHAPES as MODELS
 from octavo.models.config_files import read_model_config
 
 #: One row, one sequence and one short prompt.

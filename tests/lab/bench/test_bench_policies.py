@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from octavo.cli.main import main
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm_engine import LLMEngine

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from octavo.cli.main import main
-from octavo.core.config import SchedulerOptions
-from octavo.core.kv_spec import KVSpec
+from octavo.config.kv_spec import KVSpec
+from octavo.config.options import SchedulerOptions
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm import LLM

@@ -11,7 +11,7 @@ import psutil
 
 PROGRAM = """
 import sys, time
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.lab.bench.own_server import own_server
 
 with own_server(EngineConfig(model=sys.argv[1], num_gpu_blocks_override=50)) as server:

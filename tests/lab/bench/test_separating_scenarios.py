@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.lab.bench.policies.lab import Lab
 from octavo.lab.bench.policies.places import Simulated
 from octavo.lab.bench.policies.policy_figures import PolicyFigures

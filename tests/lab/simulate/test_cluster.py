@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.errors import ConfigError
 from octavo.lab.simulate.cluster.cluster import Cluster
 from octavo.lab.simulate.cluster.cluster_figures import ClusterFigures

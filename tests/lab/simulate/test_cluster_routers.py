@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.errors import ConfigError
 from octavo.lab.simulate.cluster.capacity_plan import plan_replicas, plan_traffic
 from octavo.lab.simulate.cluster.cluster import Cluster

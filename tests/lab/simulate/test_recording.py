@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from octavo.cli.main import main
-from octavo.core.engine_view import EngineEvent
 from octavo.core.errors import ConfigError
-from octavo.core.recordings import FORMAT, read_recording
+from octavo.core.stats import FORMAT, EngineEvent, read_recording
 from octavo.lab.simulate import recording
 
 WORDS = ["simulate", "--profile", "smollm2-135m-2-cores", "--num-requests", "20", "--request-rate", "50", "--seed", "3"]
@@ -86,7 +85,7 @@ def test_a_recording_is_not_read_if_it_is_too_large_or_missing(tmp_path: Path, m
     with pytest.raises(ConfigError, match=r"r\.jsonl is missing"):
         read_recording(path)
     path.write_bytes(b'{"format":"octavo-recording","version":1}\n')
-    monkeypatch.setattr("octavo.core.recordings.MAX_BYTES", 20)
+    monkeypatch.setattr("octavo.core.stats.MAX_BYTES", 20)
     with pytest.raises(ConfigError, match=r"r\.jsonl has 42 bytes; at most 20 are read"):
         read_recording(path)
 
@@ -95,6 +94,6 @@ def test_too_many_events_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "r.jsonl"
     path.write_bytes(b'{"format":"octavo-recording","version":1}\n' + b'{"time":1,"replicas":[],"views":[]}\n' * 4)
     assert len(events(path)) == 4
-    monkeypatch.setattr("octavo.core.recordings.MAX_EVENTS", 3)
+    monkeypatch.setattr("octavo.core.stats.MAX_EVENTS", 3)
     with pytest.raises(ConfigError, match="4 events"):
         read_recording(path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.lab.simulate import service_by_user
 from octavo.lab.simulate.engine import SimulatedEngine, run
 from octavo.lab.simulate.run import Recorder, simulate

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from octavo.core.config import make_config
+from octavo.config.engine_config import make_config
 from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan
 from octavo.lab.simulate.engine import SimulatedEngine, run

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from octavo.cli.engine_flags import add_engine_flags
+from octavo.cli.flags import add_engine_flags
 from octavo.cli.parsing import Arguments, Parser
 from octavo.core.errors import ConfigError
 from octavo.lab.workloads.arrivals import Day, Gamma

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.lab.bench.capacity import capacity_of, full_load
 from octavo.lab.bench.policies.places import Place

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm_engine import LLMEngine
@@ -19,7 +19,7 @@ from octavo.lab.simulate.engine import MaxTokens, SimulatedEngine, exact_max_tok
 from octavo.lab.simulate.run import Recorder
 from octavo.lab.simulate.step_profile import StepProfile
 from octavo.lab.workloads.work_items import WorkItem
-from octavo.scheduler.policies.srpt import ShortestRemaining
+from octavo.scheduler.policies import ShortestRemaining
 
 #: Ends requests whose stated limit is longer than they are.
 _STOP = 0

@@ -8,7 +8,7 @@ import re
 import urllib.request
 from collections.abc import Sequence
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.lab.bench import serve_load
 from octavo.lab.bench.own_server import REQUEST_TIMEOUT, SERVED_NAME, running_server, token_id_range

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.config import EngineConfig, make_config
+from octavo.config.engine_config import EngineConfig, make_config
 from octavo.core.errors import ConfigError
 from octavo.lab.simulate.allocators.census import Census, Slots
 from octavo.lab.simulate.allocators.contiguous import RESERVATIONS, ContiguousBlocks, reserving

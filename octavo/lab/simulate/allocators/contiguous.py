@@ -9,9 +9,9 @@ from typing import Any
 from octavo.core.errors import ConfigError
 from octavo.core.plan import TableChange
 from octavo.lab.simulate.allocators.buddy import BuddyAllocator, order_of
-from octavo.memory.block_manager import AllocStatus, BlockManager
-from octavo.memory.kv_group import BlocksNeeded, Write
-from octavo.scheduler.queues import Queues
+from octavo.memory.block_manager import BlockManager
+from octavo.memory.kv_group import AllocStatus, BlocksNeeded, Write
+from octavo.scheduler.queues import SchedulingState
 
 #: Token slots to reserve for the sequence with this id: its whole length or more.
 Reserve = Callable[[int], int]
@@ -178,7 +178,7 @@ RESERVATIONS: dict[str, Callable[[int, int, int], int]] = {
 }
 
 
-def reserving(allocator: str, context: int, queues: Callable[[], Queues]) -> Reserve:
+def reserving(allocator: str, context: int, queues: Callable[[], SchedulingState]) -> Reserve:
     """What an allocator of ``RESERVATIONS`` reserves for sequences of these queues, whose requests state their length.
 
     ``queues`` is called when a sequence is asked for, as the queues are made after the blocks.

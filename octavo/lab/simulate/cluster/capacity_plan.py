@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import msgspec
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.lab.simulate.cluster.cluster_figures import ClusterFigures
 from octavo.lab.simulate.cluster.cluster_run import simulate_cluster

@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.lab.simulate.cluster.autoscaler import Autoscaler
 from octavo.lab.simulate.cluster.replica import ClusterJob, Replica, Role

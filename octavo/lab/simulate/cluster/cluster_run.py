@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
-from octavo.core.config import EngineConfig
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.lab.simulate.cluster.cluster import Cluster
 from octavo.lab.simulate.cluster.cluster_figures import CellResult, ClusterFigures, figures_of, result_of

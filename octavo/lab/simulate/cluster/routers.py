@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from octavo.core.plugins import load_class
-from octavo.engine import router as engine_router
+from octavo.engine import replicas as engine_router
 from octavo.lab.simulate.cluster.replica import Replica
 from octavo.lab.simulate.prompt_ids import prompt_of
 from octavo.lab.workloads.work_items import WorkItem
@@ -71,7 +71,7 @@ class _GrowingRouter(engine_router.Router):
 
 
 class EngineRouter(SimulatedRouter):
-    """The choice of the data-parallel front end, by its own code (``octavo/engine/router.py``)."""
+    """The choice of the data-parallel front end, by its own code (``octavo/engine/replicas.py``)."""
 
     routing: ClassVar[engine_router.Routing]
 

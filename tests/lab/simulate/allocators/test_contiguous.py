@@ -16,8 +16,7 @@ from octavo.lab.simulate.engine import SimulatedEngine
 from octavo.lab.workloads.lengths import Constant, Uniform
 from octavo.lab.workloads.traces import Trace
 from octavo.lab.workloads.workload import Workload
-from octavo.memory.block_manager import AllocStatus
-from octavo.memory.kv_group import BlocksNeeded
+from octavo.memory.kv_group import AllocStatus, BlocksNeeded
 from tests.lab.simulate.test_profile import profile
 
 

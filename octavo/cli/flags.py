@@ -1,0 +1,475 @@
+"""Flags for engine options, made from the fields of ``EngineConfig``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import typing
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from pydantic import ByteSize
+from pydantic.fields import FieldInfo
+
+from octavo.cli.parsing import Arguments, Parser, refuse_words
+from octavo.config.engine_config import EngineConfig
+from octavo.config.options import Sizes
+from octavo.config.sources import configured_model, parse_option, resolve_config
+from octavo.core.errors import AdapterError, ConfigError, InvalidRequestError
+from octavo.core.request import FOREIGN_OPTIONS, OTHER_NAMES, LoRARequest
+from octavo.core.sampling_params import SamplingParams, defaults_beside
+
+PREFIX = "engine"
+#: Options that help shows; the others are in ``--help all``.
+COMMON_OPTIONS = frozenset(
+    (
+        "chat_template",
+        "revision",
+        "dtype",
+        "quantization",
+        "max_model_len",
+        "generation_config",
+        "seed",
+        "kv_cache_dtype",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "enable_prefix_caching",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "scheduling_policy",
+        "speculative_config",
+        "tensor_parallel_size",
+        "data_parallel_size",
+        "enable_lora",
+        "device",
+        "num_threads",
+    )
+)
+
+
+def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -> None:
+    """Adds ``--model``, ``--config`` and a flag for every engine option.
+
+    Help leaves out ``OTHER_NAMES`` and ``FOREIGN_OPTIONS``.
+
+    Args:
+        parser: the flags are added to it; an option that is not given is absent from the arguments.
+        renamed: option -> flag, where the command uses the plain name for another option.
+    """
+    parser.add_argument("--model", metavar="MODEL", help=EngineConfig.model_fields["model"].description)
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="YAML file of options; variables (OCTAVO_MAX_NUM_SEQS=8) win over it, flags over both",
+    )
+    fields = {name: field for name, field in EngineConfig.model_fields.items() if name != "model"}
+    add_option_flags(parser, PREFIX, fields, renamed=renamed, common=COMMON_OPTIONS)
+    for name, foreign in FOREIGN_OPTIONS.items():
+        kind: dict[str, Any] = (
+            {"action": argparse.BooleanOptionalAction} if foreign.boolean else {"type": _reader(name)}
+        )
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, dest=f"{PREFIX}:{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
+    for other, name in OTHER_NAMES.items():
+        flag = "--" + other.replace("_", "-")
+        parser.add_argument(
+            flag, dest=f"{PREFIX}:{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, type=_reader(name)
+        )
+
+
+def add_lora_flag(parser: Parser) -> None:
+    """Adds ``--lora``; see ``read_lora``."""
+    parser.add_argument(
+        "--lora", metavar="[NAME=]PATH", help="answer with this LoRA adapter: a folder of PEFT, or a GGUF file"
+    )
+
+
+def read_lora(arguments: Arguments) -> LoRARequest | None:
+    """The adapter that ``--lora`` names, if it is given; the engine then serves adapters.
+
+    Raises:
+        ConfigError: there is no adapter at its path.
+    """
+    value: str | None = arguments.lora
+    if value is None:
+        return None
+    name, separator, path = value.partition("=")
+    if not separator or "/" in name:
+        name, path = Path(value).stem if value.endswith(".gguf") else Path(value).name, value
+    vars(arguments).setdefault(f"{PREFIX}:enable_lora", True)
+    from octavo.loader.adapters import check_adapter_path
+
+    try:
+        check_adapter_path(path)
+    except AdapterError as e:
+        raise ConfigError(f"--lora: {e}") from None
+    return LoRARequest(name, 1, path)
+
+
+def add_verbose_flag(parser: Parser) -> None:
+    """Adds ``--verbose``, for commands whose output is an answer; see ``apply_verbosity``."""
+    parser.add_argument("--verbose", action="store_true", help="say what model, kernels and memory there are")
+
+
+def apply_verbosity(arguments: Arguments) -> None:
+    """Leaves out what the engine says at its start, unless ``--verbose`` or ``OCTAVO_LOG_LEVEL`` is given."""
+    if not arguments.verbose and not os.environ.get("OCTAVO_LOG_LEVEL"):
+        logging.getLogger("octavo.startup").setLevel(logging.WARNING)
+
+
+def add_option_flags(
+    parser: Parser,
+    prefix: str,
+    fields: Mapping[str, FieldInfo],
+    *,
+    renamed: Mapping[str, str] | None = None,
+    common: Collection[str] | None = None,
+) -> None:
+    """Adds a group of flags, one for each field of a model; ``Arguments.group(prefix)`` returns those that are given.
+
+    Args:
+        parser: the flags are added to it.
+        prefix: of the names in the arguments, and the title of the group.
+        fields: fields of the model, by name.
+        renamed: as in ``add_engine_flags``.
+        common: fields that help shows, the others are in ``--help all``; default: all of them.
+    """
+    parser.rare |= {f"{prefix}:{name}" for name in fields if common is not None and name not in common}
+    group = parser.add_argument_group(f"{prefix} options")
+    for name, field in fields.items():
+        flag = (renamed or {}).get(name) or "--" + name.replace("_", "-")
+        options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if field.annotation is not bool:
+            options = {"type": _reader(name), "metavar": value_kind(field)}
+        if list[str] in typing.get_args(field.annotation):
+            options = {"action": "append", "metavar": "FILE"}
+        if dict[str, str] in typing.get_args(field.annotation):
+            options = {"action": "extend", "nargs": "+", "metavar": "NAME=PATH"}
+        text = help_text(field.description or "", field.default)
+        group.add_argument(flag, dest=f"{prefix}:{name}", default=argparse.SUPPRESS, help=text, **options)
+
+
+def take_model(arguments: Arguments, *, more_words: bool = False) -> str | None:
+    """The model that the command line names: ``--model``, or else the first word, which is removed.
+
+    None if it names none. If the configuration names one, no word does: then all words are the command's, if it takes
+    ``more_words``.
+
+    Raises:
+        ConfigError: a word is left that the command does not take; or as for ``configured_model``.
+    """
+    model: str | None = arguments.model
+    why = ""
+    if model is None:
+        configured = configured_model(arguments.config)
+        if configured is not None:
+            why = f": the model, {configured!r}, is configured in a file or variable; name another as --model"
+        elif arguments.words:
+            model = arguments.words.pop(0)
+            if any(map(str.isspace, model)) and not os.path.exists(model):
+                prog = " ".join(arguments.command[:2])
+                raise ConfigError(f"{model!r} is no model: a model comes first, as in {prog} smollm2-135m {model!r}")
+    if not more_words:
+        refuse_words(arguments, why)
+    return model
+
+
+def read_engine_config(arguments: Arguments, model: str | None) -> EngineConfig:
+    """The engine's options from flags, variables and file.
+
+    Raises:
+        ConfigError: see ``resolve_config``.
+    """
+    overrides = arguments.group(PREFIX)
+    if model is not None:
+        overrides["model"] = model
+    return resolve_config(overrides, config_file=arguments.config)
+
+
+def take_engine_config(arguments: Arguments, *, more_words: bool = False) -> EngineConfig:
+    """The engine's options of a command whose output is an answer, with the model that ``take_model`` finds.
+
+    Raises:
+        ConfigError: see ``take_model`` and ``resolve_config``.
+    """
+    apply_verbosity(arguments)
+    return read_engine_config(arguments, take_model(arguments, more_words=more_words))
+
+
+def refuse_idle_flags(arguments: Arguments, counting: Collection[str], command: str) -> None:
+    """Refuses the model and options of the engine that do not count in a command without a model.
+
+    ``command``: the command and why they do not, for the message.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    given = ["model"] if arguments.model is not None else []
+    for name in given + list(arguments.group(PREFIX)):
+        if name not in counting:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not count in {command}; the engine's options that do: "
+                f"{', '.join(sorted(counting))}"
+            )
+
+
+def help_text(description: str, default: object) -> str:
+    """A flag's help; descriptions state the meaning of a default of None themselves."""
+    text = description if default is None else f"{description} (default: {default})"
+    return text.replace("%", "%%")
+
+
+def value_kind(field: FieldInfo) -> str:
+    """Placeholder of a value in help and tables: ``auto|cpu``, ``N``, ``X`` or ``TEXT``."""
+    kinds: list[Any] = [field.annotation]
+    if typing.get_origin(field.annotation) is not Literal:  # a plain type, or one that may be None
+        kinds = [kind for kind in typing.get_args(field.annotation) if kind is not type(None)] or kinds
+    if typing.get_origin(kinds[0]) is Literal:
+        return "|".join(str(kind) for kind in typing.get_args(kinds[0]))
+    shown = {int: "N", float: "X", bool: "true|false", ByteSize: "BYTES", Sizes: "N,N,..."}
+    return {**shown, dict[str, str]: "NAME=PATH ..."}.get(kinds[0], "TEXT")
+
+
+def _reader(name: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return parse_option(name, text)
+        except ValueError as e:
+            raise argparse.ArgumentTypeError(str(e)) from None
+
+    return read
+
+
+# Flags for sampling parameters, made from the fields of ``SamplingParams``.
+
+SAMPLING_PREFIX = "sampling"
+#: Parameters that help shows; the others are in ``--help all``.
+COMMON_PARAMETERS = frozenset(
+    (
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "max_tokens",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logprobs",
+    )
+)
+
+#: One line of help for each field that can be given as text.
+HELP = {
+    "n": "completions of each prompt",
+    "best_of": "sample this many completions and return the n with the highest cumulative logprob; default: n",
+    "presence_penalty": "subtracted from the logit of every token already generated, once each",
+    "frequency_penalty": "subtracted once for each time that a token was generated",
+    "repetition_penalty": "divides positive (multiplies negative) logits of tokens in prompt or output; 1 is off",
+    "temperature": "divides the logits: less is more predictable; 0 always takes the most likely token",
+    "top_p": "keep the smallest set of most likely tokens whose probability reaches this; 1 is off",
+    "top_k": "keep this many of the most likely tokens; 0 or -1 is off",
+    "min_p": "drop tokens less likely than this share of the most likely one's probability; 0 is off",
+    "seed": "fixes the request's random numbers; default: drawn from the seed of the engine",
+    "stop": "text that ends the answer; may be given several times",
+    "stop_token_ids": "token ids that end the answer, as in 13,198",
+    "bad_words": "word that is never generated; may be given several times",
+    "include_stop_str_in_output": "keep the stop text in the answer",
+    "ignore_eos": "go on after the end-of-sequence token",
+    "max_tokens": "most tokens to generate, refused if the context has no room for them (the default is cut there); "
+    "none: as many as it allows",
+    "min_tokens": "no end token, not even an ignored one, and no stop token before this many tokens",
+    "logprobs": "logprobs of this many most likely tokens at each position, and of the chosen one (shown by --json)",
+    "logprob_token_ids": "token ids whose logprobs are returned in place of the most likely ones', as in 13,198",
+    "prompt_logprobs": "logprobs of this many most likely tokens at each position of the prompt",
+    "detokenize": "turn token ids into text",
+    "skip_special_tokens": "leave special tokens out of the text",
+    "logit_bias": 'added to the logits of tokens, as in {"13": -5.0}',
+    "extra_args": 'arguments of logits processors that --logits-processors loads, as in {"scale": 0.5}',
+    "thinking_token_budget": "most tokens of reasoning, of models that mark it; -1: no limit",
+    "truncate_prompt_tokens": "keep only this many last tokens of a prompt; -1: as many as leave room for max_tokens",
+    "structured_outputs": 'the form of the answer, as in {"regex": "[0-9]+"}; others are json, choice, grammar',
+    "allowed_token_ids": "only these token ids may be generated, as in 13,198",
+}
+
+
+def add_sampling_flags(
+    parser: Parser, *, defaults: Mapping[str, Any] | None = None, leave_out: Collection[str] = ()
+) -> None:
+    """Adds a flag for every sampling parameter that can be given as text.
+
+    Args:
+        parser: the flags are added to it; one that is not given is absent from the arguments.
+        defaults: the command's defaults in place of the fields' own.
+        leave_out: parameters that have no meaning for the command.
+    """
+    group = parser.add_argument_group(
+        "sampling options",
+        "A default of the model's own (see --generation-config) comes before the one shown here.",
+    )
+    for field in msgspec.structs.fields(SamplingParams):
+        if field.name not in HELP or field.name in leave_out:
+            continue
+        if field.name not in COMMON_PARAMETERS:
+            parser.rare.add(f"{SAMPLING_PREFIX}:{field.name}")
+        default = (defaults or {}).get(field.name, field.default)
+        if default is None and field.default is not None:
+            default = "none"  # a value that the command chooses, not the absence of one
+        group.add_argument(
+            "--" + field.name.replace("_", "-"),
+            dest=f"{SAMPLING_PREFIX}:{field.name}",
+            default=argparse.SUPPRESS,
+            help=help_text(HELP[field.name], default),
+            **_argument_options(field.type),
+        )
+    _add_form_flags(group)
+
+
+def _add_form_flags(group: argparse._ArgumentGroup) -> None:
+    """Adds the forms of ``structured_outputs`` that are most used."""
+    forms = group.add_mutually_exclusive_group()
+    for flag, form, kind, metavar, what in (
+        ("--json-schema", "json", _file, "FILE", "the answer is JSON of the schema in this file"),
+        ("--regex", "regex", str, "REGEX", "the whole answer matches it"),
+        ("--choice", "choice", str, "TEXT", "the answer is one of these texts; given several times"),
+        ("--grammar", "grammar", _file, "FILE", "the answer has the grammar in this file, in Lark's notation or GBNF"),
+    ):
+        forms.add_argument(
+            flag,
+            dest=f"{SAMPLING_PREFIX}:structured_outputs",
+            default=argparse.SUPPRESS,
+            action=_Form,
+            const=form,
+            type=kind,
+            metavar=metavar,
+            help=what,
+        )
+
+
+class _Form(argparse.Action):
+    """Stores a form as the field ``const`` of ``structured_outputs``; ``choice`` grows with each use."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        if self.const == "choice":
+            values = [*getattr(namespace, self.dest, {}).get("choice", ()), values]
+        setattr(namespace, self.dest, {self.const: values})
+
+
+def _file(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as e:
+        raise argparse.ArgumentTypeError(f"cannot read {name}: {e}") from None
+
+
+def add_beam_flags(parser: Parser) -> None:
+    """Adds the parameters of ``BeamSearchParams`` that are not of ``SamplingParams`` too."""
+    group = parser.add_argument_group(
+        "beam search options",
+        "With --beam-width, of the sampling options only those that beam search has may be given.",
+    )
+    flags: dict[str, dict[str, Any]] = {
+        "beam_width": {"type": int, "metavar": "N", "help": "beams, and answers, best first"},
+        "length_penalty": {"type": float, "metavar": "X", "help": "above 0 favours long answers (default: 1.0)"},
+        "early_stopping": {
+            "type": _early_stopping,
+            "metavar": "true|false|never",
+            "help": "when to end: at N complete answers, when no beam scores better now, or when none can (default: "
+            "false)",
+        },
+    }
+    for name, options in flags.items():
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, dest=f"{SAMPLING_PREFIX}:{name}", default=argparse.SUPPRESS, **options)
+
+
+def read_sampling_params(arguments: Arguments, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+    """The parameters that the flags give.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+    given = arguments.group(SAMPLING_PREFIX)
+    return SamplingParams(**defaults_beside(given, defaults or {}), **given)
+
+
+def read_value(name: str, text: str) -> Any:
+    """The value of a parameter of ``HELP`` that somebody has typed; several texts are a JSON list.
+
+    Raises:
+        InvalidRequestError: it is of another type; whether it is in range is for ``SamplingParams`` to say.
+    """
+    kind = next(field.type for field in msgspec.structs.fields(SamplingParams) if field.name == name)
+    kinds = typing.get_args(kind) or (kind,)
+    if text.lower() == "none" and type(None) in kinds:
+        return None
+    try:
+        if bool in kinds:
+            return {"true": True, "on": True, "false": False, "off": False}[text.lower()]
+        if list[str] in kinds:
+            return json.loads(text) if text.startswith("[") else [text]
+        return _argument_options(kind)["type"](text)
+    except (ValueError, KeyError, RecursionError, argparse.ArgumentTypeError):
+        forms = {bool: "true or false", int: "an integer", float: "a number", list[int]: "token ids, as in 13,198"}
+        form = next((form for each, form in forms.items() if each in kinds), "JSON")
+        raise InvalidRequestError(f"{name} takes {form}, not {text!r}: {HELP[name]}") from None
+
+
+def _argument_options(kind: Any) -> dict[str, Any]:
+    """The arguments of ``add_argument`` for a value of this type."""
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    kinds = typing.get_args(kind) or (kind,)
+    optional = type(None) in kinds
+    if int in kinds:
+        return {"type": _optional_integer if optional else int, "metavar": "N"}
+    if float in kinds:
+        return {"type": float, "metavar": "X"}
+    if list[int] in kinds:
+        return {"type": _integers, "metavar": "ID,..."}
+    if list[str] in kinds:
+        return {"action": "append", "metavar": "TEXT"}
+    return {"type": _json_object, "metavar": "JSON"}
+
+
+def _optional_integer(text: str) -> int | None:
+    return None if text.lower() == "none" else int(text)
+
+
+def number(text: str) -> float:
+    """An integer or a float."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _early_stopping(text: str) -> bool | str:
+    values: dict[str, bool | str] = {"true": True, "false": False}
+    return values.get(text.lower(), text.lower())  # BeamSearchParams checks the rest
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, not {text!r}")
+    return value
+
+
+# argparse names the function in its message: "invalid integer value: 'x'".
+_optional_integer.__name__ = "integer"
+_integers.__name__ = "list of token ids"
+_json_object.__name__ = "JSON"

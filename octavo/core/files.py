@@ -1,0 +1,130 @@
+"""Files of bounded size."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.core.errors import ConfigError, OctavoError
+
+# Bytes of one read: a read allocates what it asks for, and most files are far smaller than what they may be.
+_PART = 1 << 16
+
+
+def read_bounded(path: Path, most: int, error: type[OctavoError] = ConfigError) -> bytes:
+    """The content of a file of at most ``most`` bytes.
+
+    Raises:
+        OctavoError: of type ``error``; it is missing, cannot be read, or has more bytes.
+    """
+    try:
+        with path.open("rb") as file:
+            data = bytearray()
+            while len(data) <= most and (part := file.read(min(_PART, most + 1 - len(data)))):
+                data += part
+            size = max(len(data), os.fstat(file.fileno()).st_size)
+    except FileNotFoundError:
+        raise error(f"{path} is missing: there is no such file") from None
+    except OSError as e:
+        raise error(f"{path} cannot be read: {e.strerror}") from None
+    if len(data) > most:
+        raise error(f"{path} has {size} bytes; at most {most} are read")
+    return bytes(data)
+
+
+# Files of text that options and flags name.
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """The text of a file that an option or a flag names; ``what`` messages call it.
+
+    Raises:
+        ConfigError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return Path(path).expanduser().read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read {what} {path}: {reason}") from None
+
+
+# JSON files of a model, and their values with types.
+
+#: Largest files that are read, in bytes: of a configuration, and of a tokenizer (several times the largest published).
+MAX_CONFIG = 16 << 20
+MAX_TOKENIZER = 128 << 20
+
+
+def read_value(file: Path, error: type[OctavoError] = ConfigError, most: int = MAX_CONFIG) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        OctavoError: of type ``error``; it is missing, has more than ``most`` bytes, or is not readable.
+    """
+    data = read_bounded(file, most, error)
+    try:
+        return json.loads(data.decode())
+    except (ValueError, RecursionError) as e:
+        raise error(f"{file} is not readable JSON: {e}") from None
+
+
+def read_object(file: Path, error: type[OctavoError] = ConfigError, most: int = MAX_CONFIG) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        OctavoError: as for ``read_value``; also if it holds something else.
+    """
+    value = read_value(file, error, most)
+    if not isinstance(value, dict):
+        raise error(f"{file} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+@dataclass(frozen=True)
+class JsonValues:
+    """Typed access to the values of one JSON object; null counts as absent."""
+
+    raw: Mapping[str, Any]
+    #: Where it stands, for messages.
+    file: Path
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value of any type."""
+        value = self.raw.get(name)
+        return default if value is None else value
+
+    def positive(self, name: str, default: int | None = None, most: int | None = None) -> int:
+        """A positive integer, at most ``most``; without a default it must be there."""
+        value = self.get(name, default)
+        if value is None:
+            raise ConfigError(f"{self.file}: {name} is missing")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
+            right = "a positive integer" if most is None else f"an integer from 1 to {most}"
+            raise ConfigError(f"{self.file}: {name} must be {right}, not {value!r}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A finite number above zero."""
+        value = self.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ConfigError(f"{self.file}: {name} must be a number above 0, not {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A boolean."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.file}: {name} must be true or false, not {value!r}")
+        return value
+
+    def table(self, name: str) -> dict[str, Any]:
+        """An object; empty when absent."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.file}: {name} must be an object, not {value!r}")
+        return dict(value)

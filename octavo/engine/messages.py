@@ -1,0 +1,146 @@
+"""Messages between a front end and the process of its engine core: msgpack, tagged, bounded in size.
+
+Three channels: front end to core (``ToCore``), core to front end (``FromCore``), and a socket pair that
+carries nothing while both live: when it closes, each knows that the other has ended. A core that fails sends its
+``Failure`` there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from octavo.core.errors import InvalidRequestError
+from octavo.core.model_config import ModelConfig
+from octavo.core.plan import EngineCoreOutputs
+from octavo.core.request import EngineCoreRequest, Generate
+from octavo.core.stats import StepStats
+from octavo.process.children import Failure, LogMessage
+from octavo.process.startup import ProcessProfile
+
+#: A longer message to the core is refused before it is sent: the longest prompt takes 5 bytes a token.
+MAX_BYTES_TO_CORE = 64 << 20
+#: The longest from the core are the logprobs of prompts: ``max_logprobs`` ids and numbers for each token of a step.
+MAX_BYTES_FROM_CORE = 1 << 30
+BYTES_OF_LOGPROB = 14
+#: Characters of the message of a core that has failed.
+MAX_EXIT_REPORT = 8000
+
+
+def check_sendable(request: EngineCoreRequest) -> None:
+    """Refuses a request that cannot be sent to another process because it holds code.
+
+    Raises:
+        InvalidRequestError: naming the callable.
+    """
+    processors = request.task.params.logits_processors if isinstance(request.task, Generate) else None
+    for i, processor in enumerate(processors or ()):
+        named = processor if hasattr(processor, "__qualname__") else type(processor)
+        raise InvalidRequestError(
+            f"logits_processors[{i}] ({named.__module__}.{named.__qualname__}) is code and cannot be sent to another "
+            "process; use an LLM that runs in one process"
+        )
+
+
+class Start(msgspec.Struct, tag=True, array_like=True):
+    """The first message: the engine's options and its working folder."""
+
+    #: Fields of ``EngineConfig``.
+    options: dict[str, Any]
+    folder: str
+    #: Messages of logger "octavo" below this level are not sent back.
+    log_level: int
+    #: Number of this core among those of its front end.
+    replica: int = 0
+
+
+class Add(msgspec.Struct, tag=True, array_like=True):
+    """A request to queue."""
+
+    request: EngineCoreRequest
+
+
+class Abort(msgspec.Struct, tag=True, array_like=True):
+    """Ends a request in any state; ignored if it has ended."""
+
+    group_id: int
+
+
+class Stop(msgspec.Struct, tag=True, array_like=True):
+    """Ends one sequence of a request, after a stop string was found in its text."""
+
+    group_id: int
+    index: int
+
+
+class Unpin(msgspec.Struct, tag=True, array_like=True):
+    """Releases a shared prefix; ignored if there is none of this name."""
+
+    name: str
+
+
+#: Id of a call whose reply nobody awaits.
+NO_REPLY = -1
+
+
+class Call(msgspec.Struct, tag=True, array_like=True):
+    """Asks for a ``Reply``."""
+
+    call_id: int
+    method: Literal[
+        "stats",
+        "view",
+        "reset_prefix_cache",
+        "pause",
+        "sleep",
+        "wake_up",
+        "pin_adapter",
+        "unpin_adapter",
+        "collective_rpc",
+    ]
+    args: list[Any] = []
+
+
+class HandOver(msgspec.Struct, tag=True, array_like=True):
+    """Takes requests from a core, to go on elsewhere: their outputs come before the ``Reply``, and none after it."""
+
+    call_id: int
+    group_ids: list[int]
+
+
+class Shutdown(msgspec.Struct, tag=True, array_like=True):
+    """Ends the core's process, in any state."""
+
+
+ToCore = Start | Add | Abort | Stop | Unpin | Call | HandOver | Shutdown
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    """The model is loaded; what the front end needs of it."""
+
+    model_config: ModelConfig
+    #: Longest sequence in tokens, prompt and output together.
+    max_model_len: int
+    #: See ``checkpoint_digest``.
+    digest: str
+    #: The starts of the core and of workers in processes of their own.
+    profiles: list[ProcessProfile] = []
+
+
+class StepDone(msgspec.Struct, tag=True, array_like=True):
+    """The outputs of one step, of all requests, and its statistics."""
+
+    outputs: EngineCoreOutputs
+    stats: StepStats
+
+
+class Reply(msgspec.Struct, tag=True, array_like=True):
+    """The answer to a ``Call``: a value, or the error that it raised."""
+
+    call_id: int
+    value: msgspec.Raw
+    error: Failure | None = None
+
+
+FromCore = Ready | StepDone | Reply | LogMessage

@@ -1,0 +1,260 @@
+"""Activations, gated and not, computed in float32 and rounded once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.interface import Activation
+from octavo.kernels.triton import interpreted
+
+# Rounding to a narrower type, the same on a GPU and under Triton's interpreter.
+
+_INTERPRETED = tl.constexpr(interpreted())
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 to the nearest number of a type, ties to even."""
+    if _INTERPRETED and dtype == tl.bfloat16:  # the interpreter drops the low bits
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + (bits >> 16 & 1)) & -65536).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+_BLOCK = 1024
+
+
+@triton.jit
+def silu(x):
+    """Of float32 (Elfwing et al. 2017)."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _gelu(x):
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _gelu_tanh(x):
+    # 0.5 * x * (1 + tanh(z)) is x * sigmoid(2 * z), with z = sqrt(2 / pi) * (x + 0.044715 * x**3).
+    return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
+def _quick_gelu(x):
+    return x / (1.0 + tl.exp(-1.702 * x))
+
+
+@triton.jit
+def _relu(x):
+    return tl.where(x < 0.0, 0.0, x)  # NaN of NaN
+
+
+#: Functions of float32, for kernels.
+FUNCTIONS: dict[Activation, triton.JITFunction] = {
+    "silu": silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "relu": _relu,
+}
+
+
+@triton.jit
+def _activation_kernel(
+    x_ptr, out_ptr, row_stride, inner, FUNCTION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < inner
+    gate_ptr = x_ptr + row * row_stride + column
+    out = FUNCTION(tl.load(gate_ptr, inside, other=0.0).to(tl.float32))
+    if GATED:
+        out *= tl.load(gate_ptr + inner, inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * inner + column, rounded(out, out_ptr.dtype.element_ty), inside)
+
+
+def activate(x: Tensor, activation: Activation, *, gated: bool) -> Tensor:
+    """The activation of x [T, I], rows strided; gated, of the first half of x [T, 2 * I], times the second: [T, I]."""
+    rows, inner = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    out = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
+    if out.numel():
+        grid = (rows, triton.cdiv(inner, _BLOCK))
+        _activation_kernel[grid](
+            x, out, x.stride(0), inner, FUNCTION=FUNCTIONS[activation], GATED=gated, BLOCK=_BLOCK, num_warps=4
+        )
+    return out
+
+
+# Root mean square norm (Zhang & Sennrich 2019) and layer norm (Ba et al. 2016).
+
+#: Elements of a program: several rows if they are short (norms of heads).
+_ELEMENTS = 1024
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    add_ptr,
+    out_ptr,
+    rows,
+    inner,
+    outer_stride,
+    inner_stride,
+    width,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ADD: tl.constexpr,
+):
+    """Row r of the input begins at (r // inner) * outer_stride + (r % inner) * inner_stride; CENTRED: layer norm."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
+    x = tl.load(x_ptr + start[:, None] + column[None, :], inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        mean = tl.sum(x, axis=1) / width
+        x = tl.where(inside, x - mean[:, None], 0.0)
+    weight = tl.load(weight_ptr + column, column < width, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / width + eps)
+    out = x * scale[:, None] * weight[None, :]
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + column, column < width, other=0.0).to(tl.float32)[None, :]
+    place = row.to(tl.int64)[:, None] * width + column[None, :]
+    if HAS_ADD:
+        out += tl.load(add_ptr + place, inside, other=0.0)
+    tl.store(out_ptr + place, rounded(out, out_ptr.dtype.element_ty), inside)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | None = None, add: Tensor | None = None
+) -> Tensor:
+    """The norm over the last dimension, in float32, rounded to ``out_dtype``, by default the weight's type.
+
+    Args:
+        x: [T, E] or [T, heads, D], strided in all but the last dimension.
+        weight: [E] or [D].
+        eps: Added to the mean of squares.
+        out_dtype: Of the result.
+        add: float32 of x's shape, contiguous: the result is float32, and so much more.
+
+    Returns:
+        A contiguous tensor of x's shape.
+    """
+    return _norm(x, weight, None, add, eps, torch.float32 if add is not None else out_dtype, centred=False)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """As ``rms_norm``, of x less its mean, and + bias [E] or [D]."""
+    return _norm(x, weight, bias, None, eps, out_dtype, centred=True)
+
+
+def _norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    add: Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+    *,
+    centred: bool,
+) -> Tensor:
+    out = torch.empty(x.shape, dtype=out_dtype or weight.dtype, device=x.device)
+    if not out.numel():
+        return out
+    width = x.shape[-1]
+    inner = x.shape[1] if x.dim() == 3 else 1
+    rows = x.shape[0] * inner
+    tile_rows, block, warps = _tile(width)
+    _norm_kernel[(triton.cdiv(rows, tile_rows),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out if add is None else add,
+        out,
+        rows,
+        inner,
+        x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0,
+        width,
+        eps,
+        ROWS=tile_rows,
+        BLOCK=block,
+        CENTRED=centred,
+        HAS_BIAS=bias is not None,
+        HAS_ADD=add is not None,
+        num_warps=warps,
+    )
+    return out
+
+
+def _tile(width: int) -> tuple[int, int, int]:
+    """Rows of a program, their padded length, and warps; they depend on the length alone."""
+    block = triton.next_power_of_2(width)
+    # At most 16 elements per thread in a long row: with a single row, latency dominates.
+    warps = min(16, max(4, block // 512))
+    return max(1, min(16, _ELEMENTS // block)), block, warps
+
+
+# Rows of an embedding.
+
+
+@triton.jit
+def _embedding_kernel(
+    ids_ptr,
+    table_ptr,
+    add_ptr,
+    out_ptr,
+    first,
+    rows,
+    width,
+    scale,
+    HAS_SCALE: tl.constexpr,
+    HAS_ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    row = tl.load(ids_ptr + token) - first
+    held = tl.where((row >= 0) & (row < rows), width, 0)  # columns that the table has of it
+    out = tl.load(table_ptr + row * width + column, column < held, other=0.0).to(tl.float32)
+    if HAS_SCALE:
+        out *= scale
+    if HAS_ADD:
+        out += tl.load(add_ptr + token * width + column, inside, other=0.0)
+    tl.store(out_ptr + token * width + column, out, inside)
+
+
+def embedding(ids: Tensor, table: Tensor, first: int, scale: float, add: Tensor | None) -> Tensor:
+    """See ``Kernels.embedding``; the result is in the memory of ``add``, if given."""
+    tokens, width = len(ids), table.shape[1]
+    out = torch.empty((tokens, width), dtype=torch.float32, device=ids.device) if add is None else add
+    if out.numel():
+        _embedding_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+            ids,
+            table,
+            out,
+            out,
+            first,
+            len(table),
+            width,
+            scale,
+            HAS_SCALE=scale != 1.0,
+            HAS_ADD=add is not None,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,  # product and sum are rounded one after the other, as everywhere
+        )
+    return out

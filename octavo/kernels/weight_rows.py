@@ -1,0 +1,254 @@
+"""Rows of a quantised tensor in the format of GGUF files."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import os
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from octavo.core.dtypes import DType, rounded
+from octavo.core.errors import ConfigError
+
+# Matrices that a loader passes to layers in a checkpoint's own bits, instead of a tensor.
+
+
+class QuantizedRows(ABC):
+    """A quantised matrix [N, K]."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+
+    @abstractmethod
+    def t(self) -> QuantizedRows:
+        """The transposed matrix, of the same bits; it must be transposed again before it is packed."""
+
+    @abstractmethod
+    def reorder(self, order: np.ndarray) -> QuantizedRows:
+        """The rows ``order``, of a matrix that is not transposed."""
+
+    @abstractmethod
+    def take(self, rows: slice, columns: slice) -> QuantizedRows:
+        """A share of the matrix.
+
+        Raises:
+            ConfigError: the columns begin or end where the format cannot be divided.
+        """
+
+    @abstractmethod
+    def dequantize(self) -> np.ndarray:
+        """The values, float32 of ``shape``."""
+
+
+_PLAIN = {dtype.checkpoint_name: dtype for dtype in DType if dtype.is_float}
+#: Types of which the compiled kernels compute the values.
+_COMPILED = ("Q4_0", "Q4_1", "Q8_0")
+#: Values that the gguf package dequantises at once: its steps stay in a processor's cache.
+_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True)
+class GGUFRows(QuantizedRows):
+    """A matrix [N, K] in GGUF blocks."""
+
+    #: Name of the GGUF type, such as ``Q4_0``.
+    kind: str
+    #: uint8 [N, bytes of a row]
+    rows: np.ndarray
+    #: K.
+    columns: int
+    #: Values in a block, which cannot be split.
+    block: int
+    #: Whether this is the transposed matrix, [K, N]: its blocks are those of the other.
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K), or (K, N) if transposed."""
+        return (self.columns, len(self.rows)) if self.transposed else (len(self.rows), self.columns)
+
+    def t(self) -> GGUFRows:
+        """The transposed matrix, of the same blocks."""
+        return replace(self, transposed=not self.transposed)
+
+    def reorder(self, order: np.ndarray) -> GGUFRows:
+        """The rows ``order``, of a matrix that is not transposed."""
+        assert not self.transposed
+        return replace(self, rows=self.rows[order])
+
+    def take(self, rows: slice, columns: slice) -> GGUFRows:
+        """A share of the matrix.
+
+        Raises:
+            ConfigError: the columns begin or end within a block.
+        """
+        if self.transposed:
+            return self.t().take(columns, rows).t()
+        start, stop, _ = columns.indices(self.columns)
+        if start % self.block or stop % self.block:
+            raise ConfigError(
+                f"inputs {start} to {stop} of a matrix of GGUF type {self.kind} cannot be taken: its blocks hold "
+                f"{self.block}; use fewer tensor-parallel workers or load with quantization='none'"
+            )
+        size = self.rows.shape[1] * self.block // self.columns
+        taken = self.rows[rows, start // self.block * size : stop // self.block * size]
+        return GGUFRows(self.kind, np.ascontiguousarray(taken), stop - start, self.block)
+
+    def dequantize(self) -> np.ndarray:
+        """The values, float32 of ``shape``."""
+        values = dequantize(self.kind, self.rows)
+        return values.T if self.transposed else values
+
+
+def dequantize(kind: str, rows: np.ndarray, dtype: DType = DType.FLOAT32) -> np.ndarray:
+    """The values of rows of a GGUF type, those of the gguf package, rounded to ``dtype``.
+
+    Args:
+        kind: name of the type.
+        rows: uint8 [N, bytes of a row].
+        dtype: of the result [N, K]: float32 or bfloat16.
+    """
+    if kind in _PLAIN:
+        return rounded(rows.view(_PLAIN[kind].numpy), dtype)
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    number = GGMLQuantizationType[kind]
+    block, size = GGML_QUANT_SIZES[number]
+    out = np.empty((len(rows), rows.shape[1] // size * block), dtype.numpy)
+    if kind in _COMPILED and (cpu := _compiled()) is not None:
+        rows = np.ascontiguousarray(rows)
+        to = cpu.Dtype.f32 if dtype is DType.FLOAT32 else cpu.Dtype.bf16
+        cpu.dequantize_gguf(kind, rows.ctypes.data, rows.size // size, out.ctypes.data, to)
+        return out
+    from gguf.quants import dequantize as by_package
+
+    step = max(1, _AT_ONCE // max(1, out.shape[1]))
+
+    def fill(start: int) -> None:
+        with np.errstate(all="ignore"):  # no warnings of numpy: a damaged scale may be infinite
+            out[start : start + step] = by_package(rows[start : start + step], number)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(fill, range(0, len(rows), step)):
+            pass
+    return out
+
+
+@functools.cache
+def _compiled() -> Any:
+    """The compiled kernels, if they are built and new enough; they are several times faster, whatever the backend."""
+    try:
+        cpu = importlib.import_module("octavo._cpu")
+    except ImportError:
+        return None
+    return cpu if hasattr(cpu, "dequantize_gguf") else None
+
+
+# Rows of integers with a scale for each group of values: GPTQ, AWQ, and the integers of compressed-tensors.
+
+#: Values that ``dequantize_groups`` computes at once, as it makes float32 copies of them.
+_GROUPS_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class GroupQuantizedRows(QuantizedRows):
+    """Integers with a scale, and perhaps a zero, for each group of consecutive values of a row.
+
+    The value of a weight is (code - zero) * scale.
+    """
+
+    #: 4 or 8.
+    bits: int
+    #: uint8 [N, K], one code in 0 .. 2^bits - 1 a byte.
+    codes: np.ndarray
+    #: Of any floating type, [N, groups]; the number of groups divides K.
+    scales: np.ndarray
+    #: uint8 [N, groups]; None: all are 2^(bits - 1), so that the codes are symmetric around zero.
+    zeros: np.ndarray | None = None
+    #: Whether this is the transposed matrix, [K, N]: its groups are those of the other.
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K), or (K, N) if transposed."""
+        n, k = self.codes.shape
+        return (k, n) if self.transposed else (n, k)
+
+    @property
+    def group(self) -> int:
+        """Consecutive values of a row that share a scale."""
+        return int(self.codes.shape[1] // self.scales.shape[1])
+
+    def t(self) -> GroupQuantizedRows:
+        """The transposed matrix, of the same groups."""
+        return replace(self, transposed=not self.transposed)
+
+    def reorder(self, order: np.ndarray) -> GroupQuantizedRows:
+        """The rows ``order``, of a matrix that is not transposed."""
+        assert not self.transposed
+        return self._rows(order)
+
+    def take(self, rows: slice, columns: slice) -> GroupQuantizedRows:
+        """A share of the matrix, in smaller groups of the same scales if its columns divide a group."""
+        if self.transposed:
+            return self.t().take(columns, rows).t()
+        start, stop, _ = columns.indices(self.shape[1])
+        taken = self._rows(rows)
+        taken = replace(taken, codes=taken.codes[:, start:stop])
+        if self.scales.shape[1] == 1:
+            return taken
+        step = math.gcd(self.group, start, stop)
+        divided, groups = self.group // step, slice(start // step, stop // step)
+        scales = np.repeat(taken.scales, divided, 1)[:, groups]
+        zeros = None if taken.zeros is None else np.repeat(taken.zeros, divided, 1)[:, groups]
+        return replace(taken, scales=scales, zeros=zeros)
+
+    def dequantize(self, dtype: DType = DType.FLOAT32) -> np.ndarray:
+        """The values, of ``shape`` and rounded to ``dtype``."""
+        values = dequantize_groups(self.codes, self.scales, self.zeros, self.bits, dtype)
+        return values.T if self.transposed else values
+
+    def _rows(self, rows: slice | np.ndarray) -> GroupQuantizedRows:
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
+
+
+def dequantize_groups(
+    codes: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
+    bits: int,
+    dtype: DType,
+    group_index: np.ndarray | None = None,
+) -> np.ndarray:
+    """(code - zero) * scale, computed in float32 and rounded to ``dtype``: [N, K].
+
+    Args:
+        codes, scales, zeros, bits: as in ``GroupQuantizedRows``.
+        dtype: of the result.
+        group_index: int64 [K], the group of each column; None: consecutive groups of equal size.
+    """
+    n, k = codes.shape
+    out = np.empty((n, k), dtype.numpy)
+    # A column's scale is that of its group: taken by index, or, several times faster, by broadcasting over each group.
+    groups, inside = (k, 1) if group_index is not None else (scales.shape[1], k // scales.shape[1])
+    step = max(1, _GROUPS_AT_ONCE // k)
+
+    def by_column(values: np.ndarray) -> np.ndarray:
+        return (values if group_index is None else values[:, group_index])[..., None]
+
+    for start in range(0, n, step):
+        rows = slice(start, start + step)
+        values = codes[rows].astype(np.float32).reshape(-1, groups, inside)
+        values -= np.float32(2 ** (bits - 1)) if zeros is None else by_column(zeros[rows].astype(np.float32))
+        values *= by_column(scales[rows].astype(np.float32))
+        out[rows] = values.reshape(-1, k)
+    return out

@@ -1,0 +1,276 @@
+"""The cache folder of fetched and converted models; entries are created atomically."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.core.errors import DownloadError, ModelNotFoundError, OctavoError, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+#: Folders of the cache, and how their models came there: of GGUF files configuration and tokenizer are converted.
+_KINDS = {"builtin": "downloaded", "models": "converted", "shapes": "shape"}
+#: Name of a folder: that of the model, the type of weights that earlier versions converted, and a hash of its source.
+_NAME = re.compile(r"(?P<name>.+?)(-(?P<dtype>float32|bfloat16))?-[0-9a-f]{16}")
+
+
+def cache_dir() -> Path:
+    """``OCTAVO_CACHE`` if set, else ``octavo`` in the platform's folder for a user's caches."""
+    if chosen := os.environ.get("OCTAVO_CACHE"):
+        return Path(os.path.expanduser(chosen))
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "octavo"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "octavo"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
+
+
+def publish(target: Path, fill: Callable[[Path], None]) -> Path:
+    """Creates the folder ``target`` unless it exists: ``fill`` writes to a temporary folder, which is then renamed.
+
+    So a folder of that name is always complete. If several processes call this at once, one fills the folder and the
+    others wait. Nothing is left beside the folder, nor where ``fill`` fails; what killed processes left there, of any
+    model, the next call that fills a folder removes.
+
+    Raises:
+        DownloadError: the cache cannot be written to.
+    """
+    if target.is_dir():
+        return target
+    with _locked(target):
+        if target.is_dir():  # made by another process while this one waited
+            return target
+        _clear_leftovers(target)
+        partial = target.with_name(target.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir(parents=True)
+            fill(partial)
+            partial.rename(target)
+        except OctavoError:
+            raise
+        except OSError as e:
+            raise DownloadError(_cannot_write(target.parent, e)) from e
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _clear_leftovers(target: Path) -> None:
+    """Removes what killed processes left beside ``target``: folders that were begun, and locks that nobody holds.
+
+    A model whose file has changed, or that is not asked for again, has another name than the folder that was begun, so
+    nothing else would ever remove gigabytes of it.
+    """
+    from filelock import FileLock, Timeout
+
+    names = {path.stem for pattern in ("*.partial", "*.lock") for path in target.parent.glob(pattern)}
+    for name in names - {target.name}:
+        lock = FileLock(target.with_name(name + ".lock"))
+        with suppress(Timeout, OSError), lock.acquire(timeout=0):
+            shutil.rmtree(target.with_name(name + ".partial"), ignore_errors=True)
+            os.unlink(lock.lock_file)
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A folder that ``publish`` made in the cache."""
+
+    #: As it was named, or the name of the GGUF file that it was made of.
+    name: str
+    #: "downloaded", "converted" or "shape".
+    kind: str
+    #: Of weights that an earlier version converted; None: there are none.
+    dtype: str | None
+    folder: Path
+    #: Bytes of its files.
+    size: int
+
+
+def cached_models() -> list[CachedModel]:
+    """The models in the cache, by name; nothing else that lies there, and no symbolic links."""
+    found = []
+    for parent, kind in _KINDS.items():
+        root = cache_dir() / parent
+        for folder in sorted(root.iterdir()) if root.is_dir() else ():
+            name = _NAME.fullmatch(folder.name)
+            if name is None or folder.is_symlink() or not folder.is_dir():
+                continue
+            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            found.append(CachedModel(name["name"], kind, name["dtype"], folder, size))
+    return sorted(found, key=lambda model: model.name)
+
+
+def remove(model: CachedModel) -> None:
+    """Removes a model from the cache; if this is interrupted, what is left does not count as a model.
+
+    Raises:
+        DownloadError: the cache cannot be written to.
+    """
+    with _locked(model.folder):
+        partial = model.folder.with_name(model.folder.name + ".partial")
+        try:
+            model.folder.rename(partial)
+            shutil.rmtree(partial)
+        except OSError as e:
+            raise DownloadError(_cannot_write(model.folder.parent, e)) from e
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Holds the file lock of ``target``, whose file is removed at the end."""
+    from filelock import FileLock, Timeout
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(target.with_name(target.name + ".lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            logger.info("waiting for another process that prepares %s", target.name)
+            lock.acquire()
+    except OSError as e:
+        raise DownloadError(_cannot_write(target.parent, e)) from e
+    try:
+        yield
+    finally:
+        # While it is held: a process that waits for it sees that the file is gone, and makes a new one (from 3.24 on).
+        with suppress(OSError):
+            os.unlink(lock.lock_file)
+        lock.release()
+
+
+def _cannot_write(folder: Path, error: OSError) -> str:
+    reason = error.strerror or error
+    return f"cannot write to the cache folder {folder} ({reason}); set OCTAVO_CACHE to a folder that can hold the model"
+
+
+# Fetching models from the Hugging Face hub: JSON files, tokenizers and safetensors, never executable files.
+
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model", "*.tiktoken"]
+#: Copies of the weights in other layouts, which many repositories have.
+_UNWANTED = ["consolidated*", "*/*.safetensors", "*/*.json"]
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+
+
+def fetch_hub(repo: str, *, revision: str | None = None, progress: bool = True, weights: bool = True) -> Path:
+    """The folder of a snapshot; an earlier download is used if the hub cannot be reached.
+
+    Without ``weights`` only configuration and tokenizer files are fetched.
+
+    ``HF_HUB_OFFLINE``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HOME`` have their meaning in huggingface_hub.
+
+    Raises:
+        ModelNotFoundError: no such repository or revision.
+        DownloadError: not authorised, or neither reachable nor downloaded before.
+        UnsupportedModelError: there is no config.json, or, with ``weights``, no safetensors beside it.
+    """
+    advice = f"; {gguf_advice(repo)}" if "gguf" in repo.lower() else ""
+    try:
+        folder = _snapshot(repo, revision, progress, _UNWANTED if weights else [*_UNWANTED, *_WEIGHTS])
+    except DownloadError as e:
+        raise DownloadError(f"{e}{advice}") from e
+    if not (folder / "config.json").is_file():
+        raise UnsupportedModelError(f"the hub repository {repo!r} has no config.json; {gguf_advice(repo)}")
+    if weights and not any(folder.glob("*.safetensors")):
+        raise UnsupportedModelError(
+            f"the hub repository {repo!r} has no *.safetensors weights (pickled weights are never loaded: convert "
+            "them with transformers' from_pretrained(NAME).save_pretrained(FOLDER)), or they were not fetched when the "
+            f"hub could be reached (load_format='dummy' needs none){advice}"
+        )
+    return folder
+
+
+def gguf_advice(repo: str, kind: str = "Q4_K_M") -> str:
+    """What to do with a hub repository of GGUF files, which are not fetched: one of many is wanted."""
+    command = f"hf download {repo} --include '*{kind}*.gguf' --local-dir ."
+    return f"download one of its GGUF files ({command}) and give the path of the file"
+
+
+def _snapshot(repo: str, revision: str | None, progress: bool, unwanted: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown_before = not are_progress_bars_disabled()
+    if not progress:
+        disable_progress_bars()
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=unwanted))
+    except GatedRepoError as e:
+        raise DownloadError(
+            f"the hub model {repo!r} asks for consent: accept its terms on its page, then set HF_TOKEN"
+        ) from e
+    except RevisionNotFoundError as e:
+        raise ModelNotFoundError(f"the hub model {repo!r} has no revision {revision!r}") from e
+    except RepositoryNotFoundError as e:
+        raise ModelNotFoundError(
+            f"the hub has no model {repo!r}, or it is private (then set HF_TOKEN to a token that may read it)"
+        ) from e
+    except HFValidationError as e:
+        raise ModelNotFoundError(f"{repo!r} is no valid hub id: {e}") from e
+    except LocalEntryNotFoundError as e:
+        raise DownloadError(
+            f"the hub model {repo!r}{at} is not on this machine, and the hub cannot be reached (no network, or "
+            "HF_HUB_OFFLINE is set); nor is there a folder of this name"
+        ) from e
+    except Exception as e:  # the HTTP library's errors differ between versions of huggingface_hub
+        reason = str(e).strip().splitlines() or [""]
+        raise DownloadError(f"the hub model {repo!r}{at} could not be fetched: {type(e).__name__}: {reason[0]}") from e
+    finally:
+        if not progress and shown_before:
+            enable_progress_bars()
+
+
+# Names of the files of a GGUF model that is split; imports nothing that would slow down a start.
+
+_PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+#: Most files of a split model.
+_MAX_PARTS = 1024
+
+
+def split_paths(path: Path) -> list[Path]:
+    """All files of the model that the name of one of them, ``NAME-00001-of-00003.gguf``, belongs to, in order."""
+    match = _PART_NAME.fullmatch(path.name)
+    if match is None or not 0 < int(match[2]) <= int(match[3]) <= _MAX_PARTS:
+        return [path]
+    return [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)]
+
+
+# How a file of CTranslate2 is recognised; imports nothing that would slow down a start.
+
+#: Of the weights in a folder.
+MODEL_NAME = "model.bin"
+#: A longer text at the file's beginning is no name of a kind of model, and a larger number no version.
+_MAX_SPEC = 64
+_MAX_VERSION = 255
+
+
+def is_ctranslate2(path: Path) -> bool:
+    """Whether a file begins as one of CTranslate2's does."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(6)
+            if len(start) < 6:
+                return False
+            version, length = struct.unpack("<IH", start)
+            spec = file.read(length) if length <= _MAX_SPEC else b""
+    except OSError:
+        return False
+    return version <= _MAX_VERSION and len(spec) == length > 4 and spec.endswith(b"Spec\0")

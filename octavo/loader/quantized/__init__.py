@@ -1,1 +1,0 @@
-"""Readers of quantised Hugging Face checkpoints: GPTQ, AWQ, compressed-tensors and fp8."""

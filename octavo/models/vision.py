@@ -1,0 +1,386 @@
+"""Towers: the parts of networks that make features of images, which stand in prompts like embeddings of tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from octavo.core.dtypes import DType
+from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from octavo.core.files import JsonValues
+from octavo.core.model_config import ModelConfig
+from octavo.core.request import ImageInput
+from octavo.images.image_files import Normalisation, normalisation_of
+from octavo.images.processors import ImageSettings, read_settings
+from octavo.kernels.forward_batch import ForwardBatch
+from octavo.kernels.interface import Array, AttentionSpec, Kernels, LayerCache, PackedWeight
+from octavo.layers.attention import Attention
+from octavo.layers.layer import Layer, LayerContext, LayerNorm, Weight
+from octavo.layers.linear import ReplicatedConcatLinear
+from octavo.layers.mlp import MLP
+from octavo.layers.vocabulary import PositionEmbedding
+from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
+from octavo.models.config_files import ConfigReader, read_activation
+from octavo.models.encoder import EncoderConfig, PreNormLayer
+from octavo.models.llama import LlamaForCausalLM
+from octavo.models.network import Tower, TowerInput
+
+# Pixels of an image as rows of patches, normalised as a checkpoint's files say.
+
+#: Files of a model's folder that may say how images become pixels.
+_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+def read_pixels(reader: ConfigReader, family: str) -> Normalisation:
+    """What the files beside config.json say; what the family has where there are none, as text needs none.
+
+    ``family``: ``model_type`` of a config.json that has none.
+
+    Raises:
+        ConfigError: a value is of the wrong type or impossible.
+    """
+    folder, config = reader.file.parent, {**reader.raw, "model_type": reader.raw.get("model_type") or family}
+    if any((folder / name).is_file() for name in _FILES):
+        return normalisation_of(read_settings(folder, config))
+    return normalisation_of(ImageSettings({}, folder / _FILES[-1], JsonValues(config, reader.file)))
+
+
+def patch_rows(pixels: np.ndarray, patch: int, merge: int = 1) -> np.ndarray:
+    """The patches of a piece [height, width, 3], as rows [patches, 3 * patch * patch] by colour, line and column.
+
+    They follow each other from left to right, line by line; with ``merge``, so do squares of ``merge * merge`` patches,
+    and the patches within each. Height and width are multiples of ``merge * patch``.
+    """
+    height, width, colours = pixels.shape
+    side = merge * patch
+    cut = pixels.reshape(height // side, merge, patch, width // side, merge, patch, colours)
+    return cut.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, colours * patch * patch)
+
+
+def patch_places(rows: int, columns: int, merge: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Line and column of each patch of a grid, int64 [patches] both, in the order of ``patch_rows``."""
+    lines, places = np.divmod(np.arange(rows * columns, dtype=np.int64).reshape(rows, columns), columns)
+    shape = (rows // merge, merge, columns // merge, merge)
+    order = np.arange(rows * columns).reshape(shape).transpose(0, 2, 1, 3).reshape(-1)
+    return lines.reshape(-1)[order], places.reshape(-1)[order]
+
+
+# What a ``vision_config`` says of a vision transformer: CLIP's (Radford et al. 2021), SigLIP's (Zhai et al. 2023).
+
+#: What config.json leaves out if it is the default of transformers, of both.
+_DEFAULTS = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+}
+_CLIP = {**_DEFAULTS, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
+_SIGLIP = {**_DEFAULTS, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
+
+
+@dataclass(frozen=True)
+class VitConfig(EncoderConfig):
+    """What vision transformers have beyond ``EncoderConfig``."""
+
+    #: Pixels of a side, of an image and of a patch.
+    image_size: int = 224
+    patch_size: int = 14
+    normalisation: Normalisation = field(default_factory=Normalisation)
+    #: Whether a token without pixels comes first, and patches have no bias.
+    class_token: bool = False
+    #: Whether there are norms before the first layer and after the last.
+    pre_norm: bool = False
+    post_norm: bool = False
+
+    @property
+    def side(self) -> int:
+        """Patches of a side."""
+        return self.image_size // self.patch_size
+
+    @property
+    def rows(self) -> int:
+        """Rows of the largest piece."""
+        return self.side**2 + self.class_token
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of a patch."""
+        return 3 * self.patch_size**2
+
+
+def read_clip(reader: ConfigReader) -> VitConfig:
+    """A class token beside the patches, a norm before the first layer, none of the last: features are a layer's.
+
+    Raises:
+        ConfigError: a value of ``vision_config`` is of the wrong type or impossible.
+    """
+    return _read(reader.with_defaults(**_CLIP), class_token=True, pre_norm=True)
+
+
+def read_siglip(reader: ConfigReader, **defaults: Any) -> VitConfig:
+    """Patches alone, a norm after the last layer; ``defaults`` are those of the family, where they are not SigLIP's.
+
+    Raises:
+        ConfigError: as for ``read_clip``.
+    """
+    return _read(reader.with_defaults(**{**_SIGLIP, **defaults}), post_norm=True)
+
+
+def _read(reader: ConfigReader, **values: Any) -> VitConfig:
+    """The facts of a ``vision_config`` that has every value; ``values`` are fields that config.json does not have."""
+    hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
+    if hidden % heads:
+        raise ConfigError(f"{reader.file}: hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
+    image, patch = reader.positive("image_size"), reader.positive("patch_size")
+    if patch > image:
+        raise ConfigError(f"{reader.file}: patch_size ({patch}) must be at most image_size ({image})")
+    if reader.positive("num_channels", 3) != 3:
+        raise ConfigError(f"{reader.file}: num_channels must be 3, not {reader.raw['num_channels']}")
+    config = VitConfig(
+        architecture="vision tower",
+        vocab_size=0,
+        hidden_size=hidden,
+        intermediate_size=reader.positive("intermediate_size"),
+        num_layers=reader.positive("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        max_position=(image // patch) ** 2,
+        layer_norm_eps=reader.number("layer_norm_eps", 1e-6),
+        activation=read_activation(reader, "hidden_act", "gelu_pytorch_tanh"),
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        image_size=image,
+        patch_size=patch,
+    )
+    return replace(config, **values)
+
+
+# Vision transformers (Dosovitskiy et al. 2021): patches as rows, learned positions, layers that see all of a piece.
+
+#: Names of layers, as all checkpoints have them.
+VIT_NAMES: tuple[CheckpointEntry, ...] = (
+    Rename(r"^(tower\.vision)\.embeddings\.patch_embedding\.", r"\1.patches."),
+    Rename(r"^(tower\.vision)\.embeddings\.position_embedding\.", r"\1.positions."),
+    Rename(r"^(tower\.vision)\.embeddings\.class_embedding$", r"\1.positions.class"),
+    Rename(r"^(tower\.vision)\.encoder\.", r"\1."),
+    Rename(r"^(tower\.vision)\.(pre_layrnorm|pre_layernorm)\.", r"\1.pre_norm."),
+    Rename(r"^(tower\.vision)\.post_layernorm\.", r"\1.post_norm."),
+    Rename(r"^(tower\.vision\.layers\.\d+)\.self_attn\.out_proj\.", r"\1.self_attn.o_proj."),
+    Rename(r"^(tower\.vision\.layers\.\d+)\.layer_norm1\.", r"\1.attention_norm."),
+    Rename(r"^(tower\.vision\.layers\.\d+)\.layer_norm2\.", r"\1.mlp_norm."),
+)
+
+
+class PatchEmbedding(Layer):
+    """A convolution that moves by its own size, as a product with the numbers of each patch, [inputs] in all."""
+
+    def __init__(self, context: LayerContext, outputs: int, inputs: tuple[int, ...], *, bias: bool) -> None:
+        """``inputs``: the dimensions of the checkpoint's weight behind ``outputs``."""
+        super().__init__()
+        self._kernels, self._dtype, self._bias = context.kernels, context.dtype, bias
+        self._placed: dict[str, np.ndarray] = {}
+        self._packed: PackedWeight
+        self.expected["weight"] = (outputs, *inputs)
+        self.holds.append(Weight("weight", (outputs, math.prod(inputs)), "linear", context.dtype))
+        if bias:
+            self.expected["bias"] = (outputs,)
+            self.holds.append(Weight("bias", (outputs,), "vector", context.dtype))
+
+    def __call__(self, rows: Array) -> Array:
+        """Rows float32 [T, inputs] to float32 [T, outputs]."""
+        return self._packed(rows, DType.FLOAT32)
+
+    def place(self, shard: str, tensor: np.ndarray) -> None:
+        """Keeps the tensor until all are there."""
+        self._placed[shard] = tensor
+
+    def complete(self) -> None:
+        """Packs the matrix."""
+        weight = self._placed.pop("weight")
+        matrix = weight.reshape(len(weight), -1)
+        self._packed = self._kernels.pack([matrix], self._placed.pop("bias", None), dtype=self._dtype)
+
+
+class ClassPositionEmbedding(PositionEmbedding):
+    """Positions of which the first is that of a token without pixels, whose own embedding is added to it."""
+
+    def __init__(self, context: LayerContext, rows: int, hidden_size: int) -> None:
+        super().__init__(context, rows, hidden_size)
+        self.expected["class"] = (hidden_size,)
+        self._parts: dict[str, np.ndarray] = {}
+
+    def place(self, shard: str, tensor: Any) -> None:
+        """Keeps both until they are there."""
+        self._parts[shard] = tensor
+
+    def complete(self) -> None:
+        """Copies the table."""
+        table = self._parts["weight"].astype(np.float32)
+        table[0] += self._parts["class"].astype(np.float32)
+        self._parts.clear()
+        super().place("weight", table)
+
+
+class VisionTransformer(Layer):
+    """The patches of one piece, which all see each other, to the stream after the last layer."""
+
+    def __init__(self, config: VitConfig, context: LayerContext) -> None:
+        super().__init__()
+        width, patch = config.hidden_size, config.patch_size
+        self.config = config
+        self.patches = self.attach(
+            "patches", PatchEmbedding(context, width, (3, patch, patch), bias=not config.class_token)
+        )
+        table = ClassPositionEmbedding if config.class_token else PositionEmbedding
+        self.positions = self.attach("positions", table(context, config.rows, width))
+        self.pre_norm = self.attach("pre_norm", self._norm(context)) if config.pre_norm else None
+        self.layers = [self.attach(f"layers.{i}", self._layer(context)) for i in range(config.num_layers)]
+        self.post_norm = self.attach("post_norm", self._norm(context)) if config.post_norm else None
+        self.kv_spec = self.layers[0].attention.kv_spec
+
+    def _norm(self, context: LayerContext) -> LayerNorm:
+        return LayerNorm(context, self.config.hidden_size, self.config.layer_norm_eps)
+
+    def _layer(self, context: LayerContext) -> PreNormLayer:
+        config = self.config
+        attention = Attention(config, context, AttentionSpec(config.head_dim**-0.5, causal=False))
+        mlp = MLP(context, config.hidden_size, config.intermediate_size, True, config.activation)
+        return PreNormLayer(config, attention, mlp, [self._norm(context), self._norm(context)])
+
+    def __call__(self, rows: Array, batch: ForwardBatch, cache: LayerCache) -> Array:
+        """Rows float32 [T, row_width] to the stream float32 [T, E], before ``post_norm``."""
+        stream = self.positions.add_to(self.patches(rows), batch.positions)
+        if self.pre_norm is not None:
+            stream = self.pre_norm.float32(stream)
+        for layer in self.layers:
+            stream = layer(stream, cache, batch)
+        return stream
+
+    def prepare(self, image: ImageInput, merge: int = 1) -> list[TowerInput]:
+        """Pieces as rows for ``__call__``: see ``Tower.prepare`` and ``patch_rows``.
+
+        Each square of ``merge * merge`` patches makes a feature.
+
+        Raises:
+            InvalidRequestError: they are of a size that the network does not see.
+        """
+        self.check(image, merge)
+        size = self.config.patch_size
+        lines, columns = image.height // size, image.width // size
+        positions = self.position_ids(lines, columns, merge)
+        return [self._rows(piece[: lines * size, : columns * size], positions, merge) for piece in image.array()]
+
+    def check(self, image: ImageInput, merge: int) -> None:
+        """Raises InvalidRequestError for pieces of another size than the network's own."""
+        size = self.config.image_size
+        if (image.height, image.width) != (size, size):
+            raise InvalidRequestError(f"the network sees images of {size} x {size}, not {image.height} x {image.width}")
+
+    def position_ids(self, lines: int, columns: int, merge: int) -> np.ndarray:
+        """The row of the table of each patch of a grid, int64 [patches], in the order of ``patch_rows``."""
+        line, column = patch_places(lines, columns, merge)
+        return line * columns + column
+
+    def _rows(self, pixels: np.ndarray, positions: np.ndarray, merge: int) -> TowerInput:
+        config = self.config
+        rows, first = patch_rows(config.normalisation.rows(pixels), config.patch_size, merge), 0
+        if config.class_token:
+            rows, first = np.concatenate((np.zeros((1, rows.shape[1]), np.float32), rows)), 1
+            positions = np.concatenate((np.zeros(1, np.int64), positions + 1))
+        features = np.arange(first, len(rows), merge * merge, dtype=np.int64)
+        return TowerInput(np.ascontiguousarray(rows), positions, features, (len(rows),))
+
+
+class VitTower(Tower):
+    """A vision transformer; what a family makes of its output comes to it."""
+
+    def __init__(self, vision: VisionTransformer, kernels: Kernels, merge: int = 1) -> None:
+        """``merge``: patches of a side of the square that makes a feature."""
+        super().__init__()
+        self.kernels, self.merge = kernels, merge
+        self.row_width, self.max_rows = vision.config.row_width, vision.config.rows
+        self.vision = self.attach("vision", vision)
+        self.workspace = vision.kv_spec
+
+    def prepare(self, image: ImageInput) -> list[TowerInput]:
+        """See ``Tower``."""
+        return self.vision.prepare(image, self.merge)
+
+
+class Projection(ReplicatedConcatLinear):
+    """A matrix product with a float32 result, of which every rank has all."""
+
+    def __init__(self, context: LayerContext, inputs: int, outputs: int, *, bias: bool) -> None:
+        super().__init__(context, [inputs], outputs, bias)
+
+    def __call__(self, x: Array) -> Array:
+        """x [T, in] to float32 [T, out]."""
+        return self.product(0, x, DType.FLOAT32)
+
+
+# The language model of a network that sees images: what ``text_config`` says of it, and names of its tensors.
+
+#: Language models that a tower is put before, by their model_type.
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+#: What config.json leaves out if it is the default of transformers.
+_LLAMA = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+#: Values that the whole says where the language model's part does not.
+_OF_ALL = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id")
+
+#: Leads the names of transformers 4 and 5 to those of a decoder; comes last in a map. Of the tower remains what the
+#: network has: a later stage has none.
+TEXT_NAMES: tuple[CheckpointEntry, ...] = (
+    Rename(r"^(model\.)?(language_model|text_model)\.(model\.)?", "model."),
+    Rename(r"^model\.lm_head\.", "lm_head."),
+    Drop(r"^tower\."),
+    *LlamaForCausalLM.checkpoint_map,
+)
+
+
+def read_text_part(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The configuration of the language model, with ``architecture`` as that of the whole.
+
+    Raises:
+        ConfigError: a value is missing, of the wrong type or impossible.
+        UnsupportedModelError: there is no such language model, or one of its values is not supported.
+    """
+    text = reader.table("text_config")
+    kind = str(text.get("model_type") or "llama")
+    if kind not in _ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{reader.file}: text_config has model_type {kind!r}; {architecture} has one of {', '.join(_ARCHITECTURES)}"
+        )
+    whole = {name: reader.raw.get(name) for name in _OF_ALL}
+    given = {name: value for name, value in (whole | _without_null(text)).items() if value is not None}
+    text_reader = replace(reader, raw={**(_LLAMA if kind == "llama" else {}), **given})
+    config = LlamaForCausalLM.read_config(_ARCHITECTURES[kind], text_reader)
+    return replace(config, architecture=architecture)
+
+
+def fields_of(config: ModelConfig) -> dict[str, Any]:
+    """Its fields by name, to make a configuration of a family of it."""
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+def _without_null(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,1 +1,0 @@
-"""Processes with limits of time and memory, for what clients send: schemas, grammars, templates, images, recordings."""

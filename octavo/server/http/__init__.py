@@ -1,0 +1,1 @@
+"""HTTP under the routes: connections, middleware, bodies, streams of events, errors. Read ``middleware.py`` first."""

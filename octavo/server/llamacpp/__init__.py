@@ -1,1 +1,0 @@
-"""The native routes of llama.cpp's server, as far as their meaning exists here."""

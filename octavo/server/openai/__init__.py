@@ -1,0 +1,1 @@
+"""The routes of OpenAI's API: completions, chat completions and responses. ``protocol.py`` has their bodies."""

@@ -1,1 +1,0 @@
-"""Routes for vectors and scores: embeddings, ranking, classification."""
