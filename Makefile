@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 # Steps install into one environment.
 .NOTPARALLEL:
-.PHONY: help demo test test-all kernels lint format docs site wheel gpu-site gpu-test gpu-memcheck gpu-bench gpu-smoke clean
+.PHONY: help demo test test-all kernels lint format site wheel gpu-site gpu-test gpu-memcheck gpu-bench gpu-smoke clean
 
 help:
 	@echo "make demo          set up, download the demo model and answer a few questions"
@@ -24,7 +24,6 @@ help:
 	@echo "make kernels       set up and compile the CPU kernels, as far as they have changed"
 	@echo "make lint          check style and types"
 	@echo "make format        format the code and sort the imports"
-	@echo "make docs          regenerate the pages that are made from the code: options, fields of requests, metrics"
 	@echo "make site          make the documentation as pages, in build/site; a broken link fails"
 	@echo "make wheel         build the wheel for this Python, with all instruction sets, and try it in an empty environment"
 	@echo "make gpu-test      run the tests that need a GPU with $(PYTHON), without installing anything"
@@ -63,11 +62,6 @@ lint: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	@$(BIN)/ruff check --fix --exit-zero --quiet .
 	@$(BIN)/ruff format .
-
-docs: $(VENV)/.installed
-	@$(BIN)/python scripts/gen_options.py
-	@$(BIN)/python scripts/gen_fields.py
-	@$(BIN)/python scripts/gen_metrics.py
 
 site: $(VENV)/.installed-site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

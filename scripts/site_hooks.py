@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages from the root of the repository, files that pages name there, and the reference of the API.
+"""Hooks of mkdocs: pages from the root of the repository, files that pages name there, and pages made from the code.
 
 Pages are written to be read in the repository, too: their links lead there. ``../CHANGELOG.md`` becomes a page of the
 site, and any other file of the repository one beside the pages; a link to one that does not exist breaks the build.
@@ -31,10 +31,11 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def _api_page() -> str:
+def _made_pages() -> dict[str, str]:
+    """Pages that are made from the code, by name."""
     sys.path.insert(0, str(ROOT / "scripts"))  # mkdocs runs its hooks under names of its own
-    text: str = importlib.import_module("api_page").render()
-    return text
+    pages = importlib.import_module("reference_pages").PAGES
+    return {"api.md": importlib.import_module("api_page").render(), **{name: make() for name, make in pages.items()}}
 
 
 def _named(nav: Any) -> Iterator[str]:
@@ -49,7 +50,8 @@ def on_files(files: Any, config: Any) -> Any:
     for name in ROOT_PAGES:
         text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
         files.append(File.generated(config, name, content=text))
-    files.append(File.generated(config, "api.md", content=_api_page()))
+    for name, text in _made_pages().items():
+        files.append(File.generated(config, name, content=text))
     linked = {
         path for page in Path(config["docs_dir"]).glob("*.md") for _, path in _UP.findall(page.read_text("utf-8"))
     }

@@ -119,6 +119,7 @@ examples:
   octavo info smollm2-135m --json -
   octavo info --limits
   octavo info ./my-model --check
+  octavo info --fields
 """
 
 
@@ -142,6 +143,8 @@ def make_parser() -> Parser:
         help="read all weights of MODEL: tensors that are missing, unexpected, of a wrong shape or not finite are "
         "named, with exit code 2",
     )
+    parser.add_argument("--fields", action="store_true", help="print the fields of all requests over HTTP, and end")
+    parser.add_argument("--metrics", action="store_true", help="print the series of /metrics with advice, and end")
     add_json_flag(parser)
     add_engine_flags(parser)
     return parser
@@ -149,6 +152,11 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     """Prints the facts, as lines or as one JSON object."""
+    if arguments.fields or arguments.metrics:
+        from octavo.cli import reference
+
+        print("\n".join([reference.request_fields()] * arguments.fields + [reference.metrics()] * arguments.metrics))
+        return 0
     model = take_model(arguments)
     has_model = model is not None or configured_model(arguments.config) is not None
     # The model is optional; the other options are checked in any case.

@@ -16,8 +16,7 @@ from octavo.cli.inputs import for_output, read_jobs
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.outputs import RequestOutput
 from tests.adapters import write_adapter
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.test_package import script
 
 Run = Callable[..., int]
 Capture = pytest.CaptureFixture[str]
@@ -352,7 +351,7 @@ def test_the_documented_defaults_are_the_real_ones(command: str) -> None:
         real = getattr(params, name)
         named = None if real is None and name != "max_tokens" else str(real).replace("None", "none")
         assert documented(action) == named
-    page = (ROOT / "docs" / "options.md").read_text()
+    page = script("reference_pages").options()
     rows = dict(re.findall(r"^\| `(\w+)` ((?:\| `[^`|]*` ){3}\|) ", page, re.MULTILINE))
     column = 1 + ["python", "generate", "chat"].index(command)
     for name in HELP:

@@ -46,7 +46,7 @@ NOT_PASTED = {
     ("README.md", r"^make demo"): "makes the environment that all of this runs in; scripts/ten_minutes.py types it",
     ("installing.md", r"^make |^pip install|scripts/install\.py|try_arm64"): "tests/test_setup.py, make wheel try it",
     ("adapters.md", r"PromptAdapterRequest"): _READERS,
-    ("adapters.md", r"python scripts/bench_adapters.py"): f"{_FIGURES}, with torch",
+    ("adapters.md", r"python scripts/research/bench_adapters.py"): f"{_FIGURES}, with torch",
     ("adding-a-model.md", r""): "parts of files, and tests of them, which tests/models runs whole",
     ("batch.md", r"^import ray"): "a bucket of the reader's; tests/data runs the same calls",
     ("coming-from.md", r"EngineArgs\("): "vllm.install, which changes the program; tests/compat runs it",

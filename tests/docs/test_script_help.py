@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 @pytest.mark.parametrize(
     "name",
-    ["demo", "docs_pictures", "gen_fields", "gen_metrics", "gen_options", "install", "test_all", "try_container"],
+    ["demo", "docs_pictures", "install", "test_all", "try_container"],
 )
 def test_help_helps_and_writes_nothing(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / f"{name}.py"), "--help"]

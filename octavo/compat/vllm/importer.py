@@ -156,7 +156,7 @@ ABSENT_MODULES: dict[str, str] = {
     "distributed.kv_transfer": _NO_TRANSFER,
     "distributed.weight_transfer": _WEIGHTS,
     "entrypoints": _SERVER,
-    "envs": "variables are OCTAVO_ and the option's name (docs/options.md)",
+    "envs": "variables are OCTAVO_ and the option's name (octavo serve --help=all)",
     "forward_context": _NETWORKS,
     "kernels": "kernels are chosen by the options device and kernels",
     "lora": "adapters are LoRARequest of vllm.lora.request, and the methods add_lora, remove_lora and list_loras",

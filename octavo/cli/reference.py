@@ -1,20 +1,22 @@
-"""Writes docs/request-fields.md from the code: every field of every request over HTTP, and what becomes of it."""
+"""``octavo info --fields`` and ``--metrics``: reference made from the code that serves, as Markdown."""
 
 from __future__ import annotations
 
-import argparse
 import types
 import typing
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 
+import octavo.server
 from octavo.server.anthropic import MessagesRequest
 from octavo.server.audio import TranscriptionRequest, TranslationRequest
 from octavo.server.cohere import CohereChatRequest, CohereEmbedRequest
 from octavo.server.fields import Hint, Refused, RequestModel, marks_of
 from octavo.server.llamacpp import InfillRequest, LlamaCompletionRequest
+from octavo.server.metrics import Metrics
 from octavo.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from octavo.server.openai.response_protocol import ResponsesRequest
 from octavo.server.pooling import (
@@ -29,12 +31,8 @@ from octavo.server.pooling import (
 )
 from octavo.server.status_routes import TokenizeRequest
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "request-fields.md"
-
-HEAD = """\
-# Fields of requests
-
-This page is made by `make docs` from the code; change it there.
+FIELDS_HEAD = """\
+# Request fields
 
 Every field that OpenAI's, Anthropic's and other engines' requests can have is one of three things here:
 
@@ -47,7 +45,7 @@ Null means the default everywhere. A field that is in none of the lists is refus
 ignore` it is left out, as is one that is refused here, and its name is logged once. Further fields of messages and of
 functions are given to the model's chat template, and refused where it does not read them.
 """
-ROUTES: dict[str, type[RequestModel]] = {
+_ROUTES: dict[str, type[RequestModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
@@ -68,15 +66,50 @@ ROUTES: dict[str, type[RequestModel]] = {
     "/infill": InfillRequest,
     "/tokenize": TokenizeRequest,
 }
+#: What a kind of metric appends to the names of its series.
+SUFFIXES = {"counter": "_total"}
 
 
-def render() -> str:
-    """The whole page."""
-    lines = [HEAD]
-    for route, model in ROUTES.items():
+def request_fields() -> str:
+    """Every field of every request over HTTP, and whether it is obeyed, a hint or refused."""
+    lines = [FIELDS_HEAD]
+    for route, model in _ROUTES.items():
         lines.append(f"\n## {route}\n\n| field | | |\n| --- | --- | --- |\n")
         lines += dict.fromkeys(_rows(model))
     return "".join(lines)
+
+
+def metric_families() -> dict[str, tuple[str, str, list[str]]]:
+    """(kind, text, labels) by name without "octavo_", in the order in which ``/metrics`` serves them."""
+    registry = Metrics("").registry
+    labels = {
+        getattr(collector, "_name", ""): [
+            name for name in getattr(collector, "_labelnames", ()) if name != "model_name"
+        ]
+        for collector in registry._collector_to_names
+    }
+    return {
+        family.name.removeprefix("octavo_"): (family.type, family.documentation, labels[family.name])
+        for family in registry.collect()
+        if family.name.startswith("octavo_")
+    }
+
+
+def metric_advice() -> dict[str, str]:
+    """When to look at a family of metrics, and what to do then."""
+    path = Path(octavo.server.__file__).with_name("metric_advice.yml")
+    advice: dict[str, str] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return advice
+
+
+def metrics() -> str:
+    """Every series of ``/metrics`` with its labels and advice."""
+    advice = metric_advice()
+    rows = ["# Metrics\n\n", _row("series", "kind", "labels", "meaning", "advice"), "| --- | --- | --- | --- | --- |\n"]
+    for name, (kind, text, labels) in metric_families().items():
+        series = f"`octavo_{name}{SUFFIXES.get(kind, '')}`"
+        rows.append(_row(series, kind, ", ".join(f"`{label}`" for label in labels), text, advice[name]))
+    return "".join(rows)
 
 
 def _rows(model: type[BaseModel], place: str = "") -> list[str]:
@@ -107,9 +140,3 @@ def _parts(annotation: Any) -> list[type[RequestModel]]:
 
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    TARGET.write_text(render(), encoding="utf-8")
-    print(f"== wrote {TARGET}")

@@ -3,7 +3,7 @@
 Run it once for each engine, with the Python of an environment that has the engine, on an idle machine and close
 together in time, as only ratios of one machine at one time are meaningful.
 
-    python scripts/compare_engines.py --engine octavo --model FOLDER --batches 1,8,64
+    python scripts/research/compare_engines.py --engine octavo --model FOLDER --batches 1,8,64
 
 Every engine gets the same random prompts (token ids), decodes greedily to the same length, ignoring the end-of-sequence
 token, and answers a question, so that wrong output is noticed.

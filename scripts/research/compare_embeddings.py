@@ -1,6 +1,6 @@
 """Seconds that engines take for the vectors of 1,000 texts of 8 to 256 tokens, in turn on the same machine.
 
-    python scripts/compare_embeddings.py FOLDER --peers PEERS/bin/python --llama-server PATH
+    python scripts/research/compare_embeddings.py FOLDER --peers PEERS/bin/python --llama-server PATH
 
 FOLDER holds a BERT encoder of sentence-transformers, such as ``octavo pull all-minilm-l6-v2`` prints. PEERS is an
 environment with torch, sentence-transformers, onnxruntime, onnx and gguf; onnxruntime's model is exported from torch,
@@ -94,7 +94,7 @@ def make_texts(folder: Path, count: int) -> tuple[list[str], list[int]]:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
     words = [w for page in pages for w in page.read_text().split() if re.fullmatch(r"[A-Za-z]+[.,;:?]?", w)]
     sizes = [len(e.ids) for e in tokenizer.encode_batch(words, add_special_tokens=False)]
     rng = random.Random(30)

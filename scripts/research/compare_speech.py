@@ -1,6 +1,6 @@
 """Transcribes the same speech here and with faster-whisper: word error rates side by side, and seconds.
 
-    scripts/compare_speech.py --python /path/to/venv/bin/python     # a Python that has faster-whisper
+    scripts/research/compare_speech.py --python /path/to/venv/bin/python     # a Python that has faster-whisper
 
 Speech is synthesised by espeak-ng from a text that is built in, or from --text FILE. Both read the same folder of
 CTranslate2, greedily and with one type of numbers, on the same number of threads, in turns; each run is a process of

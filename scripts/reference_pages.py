@@ -1,27 +1,25 @@
-"""Writes docs/options.md from the code: every engine option, server option and sampling parameter."""
+"""Pages of the site that are made from the code: options, request fields, metrics and alert rules."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 from pydantic import BaseModel
 
-from octavo.cli import chat, generate
+from octavo.cli import chat, generate, reference
 from octavo.cli.flags import HELP, value_kind
 from octavo.config.engine_config import PARTS
 from octavo.config.server_options import ServerOptions
 from octavo.config.sources import RESERVED_VARIABLES
 from octavo.core.sampling_params import SamplingParams
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "options.md"
+RULES = Path(__file__).resolve().parent.parent / "deploy" / "prometheus" / "octavo-rules.yml"
 
 HEAD = """\
 # Options
-
-This page is made by `make docs` from the code; change it there.
 
 ## Engine options
 
@@ -82,8 +80,8 @@ VARIABLES_HEAD = """
 """
 
 
-def render() -> str:
-    """The whole page."""
+def options() -> str:
+    """Every engine option, server option and sampling parameter."""
     lines = [HEAD]
     for title, part in PARTS.items():
         lines.append(PART_HEAD.format(title=title, what=part.__doc__))
@@ -127,8 +125,21 @@ def _code(value: object) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(render(), encoding="utf-8")
-    print(f"== wrote {TARGET}")
+def alert_rules() -> list[dict[str, Any]]:
+    """The alert rules of ``deploy/``."""
+    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def metrics() -> str:
+    """Every series of ``/metrics``, and the alert rules."""
+    lines = [reference.metrics(), "\n## Alert rules\n\n`deploy/prometheus/octavo-rules.yml`:\n"]
+    for rule in alert_rules():
+        when = f"{rule['labels']['severity']}, after {rule['for']}"
+        lines.append(f"\n**`{rule['alert']}`** ({when}): {rule['annotations']['summary']}\n")
+        lines.append(f"\n```promql\n{rule['expr'].strip()}\n```\n")
+    return "".join(lines)
+
+
+#: By name of the page.
+PAGES = {"options.md": options, "request-fields.md": reference.request_fields, "metric-series.md": metrics}

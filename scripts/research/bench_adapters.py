@@ -1,8 +1,8 @@
 """Throughput with LoRA adapters against the model alone, and a run with more adapters than fit. One JSON line a case.
 
-    python scripts/bench_adapters.py throughput --model FOLDER --ranks 8,64 --adapters 1,8,64
-    python scripts/bench_adapters.py throughput --engine vllm --model FOLDER --option enforce_eager=true
-    python scripts/bench_adapters.py many --model FOLDER
+    python scripts/research/bench_adapters.py throughput --model FOLDER --ranks 8,64 --adapters 1,8,64
+    python scripts/research/bench_adapters.py throughput --engine vllm --model FOLDER --option enforce_eager=true
+    python scripts/research/bench_adapters.py many --model FOLDER
 
 ``throughput``: 64 requests of 128 tokens in, 128 out, greedy, in turn with so many adapters and without; medians.
 ``many``: requests that choose among 1,000 adapters by Zipf's law, through 16 slots and 128 places in host memory.

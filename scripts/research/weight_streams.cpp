@@ -1,6 +1,6 @@
 // What reading weights costs two threads, by streams read side by side and by prefetching, without an engine around it. AVX2.
 //
-//     g++ -O3 -mavx2 -mfma -pthread scripts/weight_streams.cpp -o /tmp/weight_streams && /tmp/weight_streams
+//     g++ -O3 -mavx2 -mfma -pthread scripts/research/weight_streams.cpp -o /tmp/weight_streams && /tmp/weight_streams
 //
 // The products of a decode step of SmolLM2-135M in bfloat16, one row, a barrier after each. Ways take turns; medians of all turns.
 #include <immintrin.h>

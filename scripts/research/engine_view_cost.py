@@ -1,6 +1,6 @@
 """What it costs a server that pages watch its engine: output tokens a second without a page, with one and with ten.
 
-    python scripts/engine_view_cost.py smollm2-135m --rounds 6
+    python scripts/research/engine_view_cost.py smollm2-135m --rounds 6
 
 Each round runs the same requests with every number of pages, in an order that turns from round to round, so that what
 else the machine does falls on all alike; the figures are medians of ratios within rounds. Pages are connections to

@@ -1,6 +1,6 @@
 """What decodes lose while images are encoded: gaps between tokens of text streams, alone and beside images.
 
-    scripts/image_gaps.py [--step-ms 50]
+    scripts/research/image_gaps.py [--step-ms 50]
 
 A network of the shape of SmolVLM-256M with random weights: what is measured does not depend on their values. Streams of
 text decode all the time; then as many requests with an image of 512 x 512 each, all different, come at once.

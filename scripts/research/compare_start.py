@@ -1,6 +1,6 @@
 """Seconds from a server's start to its first answer, of Octavo and of llama.cpp's server, in turn on the same machine.
 
-    python scripts/compare_start.py smollm2-135m --llama-server PATH --gguf smollm2-BF16.gguf --runs 5
+    python scripts/research/compare_start.py smollm2-135m --llama-server PATH --gguf smollm2-BF16.gguf --runs 5
 
 Each round starts each server once and asks for one token as soon as its socket answers; the first round only warms the
 file caches. Then it prints medians, the processor time that each start took, and the ratio. Both models should hold

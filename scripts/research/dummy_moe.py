@@ -1,6 +1,6 @@
 """Writes a Qwen3 mixture of experts with random bfloat16 weights, for Octavo, transformers, vLLM and llama.cpp alike.
 
-    python scripts/dummy_moe.py qwen3-moe-1b-a0.3b-shape OUT --tokenizer FOLDER
+    python scripts/research/dummy_moe.py qwen3-moe-1b-a0.3b-shape OUT --tokenizer FOLDER
 
 makes OUT/hf (config.json, tokenizer, safetensors) and OUT/model-BF16.gguf. FOLDER has a tokenizer of fewer ids than the
 model, such as that of a small model; texts mean nothing, but other engines want one. Then, on a quiet machine:

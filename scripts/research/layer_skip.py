@@ -1,6 +1,6 @@
 """Could the first layers of a model draft for it (self-speculation)? Measured off-line, with transformers.
 
-    python scripts/layer_skip.py FOLDER                # a Hugging Face folder with a chat template
+    python scripts/research/layer_skip.py FOLDER                # a Hugging Face folder with a chat template
 
 The model answers questions and rewrites texts greedily. At each position of its answers the hidden state after the
 first N of its L layers goes through the last norm and the head, and the likeliest token is compared with the model's:

@@ -1,6 +1,6 @@
 """Replicas behind one front end: throughput against one engine, and what routing by prefix finds in the caches.
 
-    python scripts/compare_replicas.py [MODEL]
+    python scripts/research/compare_replicas.py [MODEL]
 
 Throughput: as many clients as asked for, each with one request after the other, on one engine with all processors and
 on two pinned to half of them each. Routing: conversations of several turns, whose prompts are all that was said before.

@@ -1,6 +1,6 @@
 """What an engine option changes: two engines in one process, one with the option, run the same greedy batches in turn.
 
-    python scripts/compare_option.py smollm2-135m --option async_scheduling=false --batches 1,2,4
+    python scripts/research/compare_option.py smollm2-135m --option async_scheduling=false --batches 1,2,4
 
 Prompts are pieces of a text. Prints, for each batch size, the median and the 10 % quantile of the times of steps in
 which all sequences decode, without and with the option, and fails if the tokens differ.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from octavo import LLM, SamplingParams
 
-TEXT = Path(__file__).resolve().parents[1] / "tests" / "data" / "perplexity.txt"
+TEXT = Path(__file__).resolve().parents[2] / "tests" / "data" / "perplexity.txt"
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What a JSON schema costs a server (OpenAI API): output tokens a second with a form for every request, and without.
 
-    python scripts/compare_forms.py URL                # of a server of any engine that runs already
+    python scripts/research/compare_forms.py URL                # of a server of any engine that runs already
 
 Greedy answers of up to 128 tokens, all requests at once; a first round, which is not counted, compiles the grammar.
 """

@@ -1,9 +1,9 @@
 """What drafts bring on any server of the OpenAI API, and whether its answers stay the same.
 
     octavo serve smollm2-135m --port 8001 &                                         # without drafts
-    python scripts/compare_drafts.py http://localhost:8001/v1 --save plain.json
+    python scripts/research/compare_drafts.py http://localhost:8001/v1 --save plain.json
     octavo serve smollm2-135m --port 8002 --speculative-config '{"method": "ngram"}' &
-    python scripts/compare_drafts.py http://localhost:8002/v1 --with plain.json
+    python scripts/research/compare_drafts.py http://localhost:8002/v1 --with plain.json
 
 The work is that of ``octavo bench offline --speculative``: texts to write out again with a change, greedily. Each line
 is for one number of requests at a time: output tokens a second, the median of the rounds, and with ``--with`` how
