@@ -1,6 +1,6 @@
 """Trains the LoRA adapter of the demo model in tests/data/ships-log: it answers in the style of a ship's log.
 
-python scripts/research/train_demo_adapter.py FOLDER    (some minutes of two cores; needs the packages of the extra ``test``)
+python scripts/research/train_demo_adapter.py FOLDER    (some minutes of two cores; needs the extra ``test``)
 """
 
 from __future__ import annotations

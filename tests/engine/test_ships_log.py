@@ -1,4 +1,4 @@
-"""A real fine-tune of the demo model, made by scripts/research/train_demo_adapter.py: it answers as a ship's log does."""
+"""A real fine-tune of the demo model (scripts/research/train_demo_adapter.py): it answers as a ship's log does."""
 
 from __future__ import annotations
 
