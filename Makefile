@@ -22,7 +22,7 @@ help:
 	@echo "make test          set up and run the test suite"
 	@echo "make test-all      all tests that this machine can run, slow ones too (hours); lists what was skipped, and why"
 	@echo "make kernels       set up and compile the CPU kernels, as far as they have changed"
-	@echo "make lint          check style and types"
+	@echo "make lint          check style, types, imports, unused code and links"
 	@echo "make format        format the code and sort the imports"
 	@echo "make site          make the documentation as pages, in build/site; a broken link fails"
 	@echo "make wheel         build the wheel for this Python, with all instruction sets, and try it in an empty environment"
@@ -58,6 +58,8 @@ lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff format --check .
 	@echo "== mypy"
 	@$(BIN)/mypy
+	@echo "== imports, unused code, links"
+	@$(BIN)/python scripts/rules.py
 
 format: $(VENV)/.installed-dev
 	@$(BIN)/ruff check --fix --exit-zero --quiet .

@@ -15,7 +15,7 @@ import pytest
 
 from tests.docs.pasted import Terminal, make_environment
 from tests.docs.snippets import PAGES, ROOT, Block, blocks, typed_lines
-from tests.test_architecture import WITH_TORCH
+from tests.test_package import script
 
 #: Pages that are pasted in the default suite, but for what is in ``SLOW``.
 QUICK = ("README.md", "installing.md", "serving.md", "chat.md")
@@ -174,7 +174,7 @@ def test_each_exception_is_one() -> None:
 
 
 def test_every_module_can_be_imported_without_extras_but_those_of_torch(terminal: Terminal) -> None:
-    """Modules that need an extra import it where they use it; ``tests/test_architecture.py`` lists those of torch."""
+    """Modules that need an extra import it where they use it; ``scripts/rules.py`` lists those of torch."""
     program = (
         "import importlib, pkgutil, octavo\n"
         "for module in pkgutil.walk_packages(octavo.__path__, 'octavo.'):\n"
@@ -185,7 +185,9 @@ def test_every_module_can_be_imported_without_extras_but_those_of_torch(terminal
         "            print(module.name, e.name)\n"
     )
     lacking = [line.split() for line in terminal.run_program(Block("modules", 1, "python", program)).splitlines()]
-    assert [name for name, missing in lacking if missing != "torch" or not WITH_TORCH.fullmatch(name)] == []
+    assert [
+        name for name, missing in lacking if missing != "torch" or not script("rules").WITH_TORCH.fullmatch(name)
+    ] == []
 
 
 LACKING = {
