@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 import textwrap
 from dataclasses import dataclass, field
 
-from octavo.cli.main import COMMANDS, LAB_COMMANDS
+from octavo.cli.main import COMMANDS, load_command
 from octavo.cli.parsing import Arguments, Parser
 from octavo.core.errors import ConfigError
 from octavo.loader.builtin import BUILTIN
@@ -69,8 +68,7 @@ def tree() -> dict[str, Node]:
     """What may follow each command, by its words with spaces between (``bench serve``); "" is the program itself."""
     nodes = {"": Node([*COMMANDS], [Flag("--help", "show this help message and exit", False)])}
     for name in COMMANDS:
-        room = "octavo.lab.commands" if name in LAB_COMMANDS else "octavo.cli"
-        parser = importlib.import_module(f"{room}.{name}").make_parser()
+        parser = load_command(name).make_parser()
         nodes[name] = _node(parser)
         nodes[name].words = [*parser.kinds]
         for word, make in parser.kinds.items():

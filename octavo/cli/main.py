@@ -8,10 +8,10 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 from octavo import __version__
-from octavo.cli.parsing import EXIT_FAILED, EXIT_USAGE, Arguments, Parser
+from octavo.cli.parsing import EXIT_FAILED, EXIT_USAGE, Parser
 from octavo.core.errors import (
     ConfigError,
     ModelNotFoundError,
@@ -32,8 +32,7 @@ WRONG_INPUT = (ConfigError, ModelNotFoundError, UnsupportedModelError, WeightErr
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-#: Command -> its line in the help. The module octavo.cli.COMMAND, of the lab's octavo.lab.commands.COMMAND, has
-#: ``make_parser()`` and ``run(arguments)``.
+#: Command -> its line in the help.
 COMMANDS = {
     "generate": "complete prompts, all of them as one batch",
     "chat": "talk with a model in the terminal",
@@ -56,6 +55,9 @@ COMMANDS = {
 #: Commands of other programs -> the words of the same command here; ``run`` and ``help`` are in ``_dispatch``.
 OTHER_COMMANDS = {"show": ["info"], "ls": ["list"], "remove": ["rm"], "run-batch": ["batch", "run"]}
 
+#: Commands whose module has another name, and has them in its ``COMMANDS``.
+_MODULES = {"pull": "models", "list": "models", "rm": "models", "view": "top"}
+
 #: Commands of the lab, which is above this room: its modules are known by name only.
 LAB_COMMANDS = ("simulate", "bench")
 
@@ -72,14 +74,12 @@ configuration or the checkpoint is wrong.
 """
 
 
-class Command(Protocol):
-    """A module of ``octavo.cli`` that is a command."""
-
-    def make_parser(self) -> Parser:
-        """The command's own parser."""
-
-    def run(self, arguments: Arguments) -> int:
-        """Runs the command; returns the exit code."""
+def load_command(name: str) -> Any:
+    """What has ``make_parser()``, ``run(arguments)`` and perhaps ``main(argv)`` of a command: its module, or a part."""
+    module = _MODULES.get(name)
+    if module is not None:
+        return importlib.import_module(f"octavo.cli.{module}").COMMANDS[name]
+    return importlib.import_module(f"{'octavo.lab.commands' if name in LAB_COMMANDS else 'octavo.cli'}.{name}")
 
 
 def make_parser() -> Parser:
@@ -149,11 +149,10 @@ def _dispatch(argv: list[str]) -> int:
         if name.startswith("-"):
             parser.read(argv)  # exits for --help, --version and unknown flags
         parser.error(f"unknown command {name!r}; {_command_hint(name)}")
-    room = "octavo.lab.commands" if name in LAB_COMMANDS else "octavo.cli"
-    command = importlib.import_module(f"{room}.{name}")
-    if hasattr(command, "main"):  # one that begins something before it reads its flags
+    command = load_command(name)
+    if hasattr(command, "main"):  # begins something before it reads its flags
         return int(command.main(argv[1:]))
-    return _run_command(command, argv[1:])
+    return int(command.run(command.make_parser().read(argv[1:])))
 
 
 def _command_hint(name: str) -> str:
@@ -186,10 +185,6 @@ def _run_words(argv: list[str]) -> list[str]:
     words = [word for word in rest if not word.startswith("-")]
     prompts = len(words) - (arguments.model is None)
     return ["generate", "--chat", *argv] if prompts > 0 or "-p" in argv or "--prompt" in argv else ["chat", *argv]
-
-
-def _run_command(command: Command, argv: list[str]) -> int:
-    return command.run(command.make_parser().read(argv))
 
 
 def _set_up_logging() -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 from octavo.core.errors import ConfigError, InvalidRequestError
 
@@ -179,6 +179,13 @@ class _Help(argparse.Action):
             parser.rare = set()
         parser.print_help()
         parser.exit()
+
+
+class Command(NamedTuple):
+    """A command of a module that has several."""
+
+    make_parser: Callable[[], Parser]
+    run: Callable[[Arguments], int]
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:

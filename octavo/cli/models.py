@@ -1,0 +1,163 @@
+"""``octavo pull``, ``octavo list`` and ``octavo rm``: models are downloaded, listed and removed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from octavo.cli.info import readable_size
+from octavo.cli.parsing import (
+    Arguments,
+    Command,
+    Parser,
+    add_json_flag,
+    json_output,
+    refuse_words,
+    write_json,
+    write_line,
+)
+from octavo.core.errors import ConfigError, ModelNotFoundError, did_you_mean
+from octavo.loader.builtin import BUILTIN
+from octavo.loader.files import CachedModel, cache_dir, cached_models, remove
+
+_PULL_EXAMPLE = """\
+examples:
+  octavo pull smollm2-135m
+  octavo pull HuggingFaceTB/SmolLM2-360M-Instruct
+
+built-in models:
+""" + "".join(f"  {model.name:<17} {model.description}\n" for model in BUILTIN.values())
+
+
+def _pull_parser() -> Parser:
+    return Parser(
+        prog="octavo pull",
+        usage="octavo pull [options] NAME",
+        description="Downloads a model, unless it is cached, and prints its folder.",
+        epilog=_PULL_EXAMPLE,
+    )
+
+
+def pull_model(arguments: Arguments) -> int:
+    """Downloads the model and prints its folder."""
+    if len(arguments.words) != 1:
+        raise ConfigError("octavo pull takes one NAME, as in: octavo pull smollm2-135m")
+    from octavo.loader.resolve import resolve_model
+
+    name = arguments.words[0]
+    print(resolve_model(name))
+    if name in BUILTIN and BUILTIN[name].is_base:
+        print(f"octavo: {name} is a base model: it continues texts and answers no questions", file=sys.stderr)
+    return 0
+
+
+_LIST_EXAMPLE = """\
+examples:
+  octavo list
+  octavo list --json -
+
+The cache (OCTAVO_CACHE) holds built-in models and what was made of GGUF files. Models of the hub are in the cache of
+huggingface_hub: 'hf cache ls' shows them.
+"""
+
+
+def _list_parser() -> Parser:
+    parser = Parser(
+        prog="octavo list",
+        usage="octavo list [options]",
+        description="Lists the models in the cache: name, kind, size and folder. 'octavo rm NAME' removes one.",
+        epilog=_LIST_EXAMPLE,
+    )
+    add_json_flag(parser)
+    return parser
+
+
+def list_models(arguments: Arguments) -> int:
+    """Prints the models, as a table or as one JSON object."""
+    refuse_words(arguments)
+    models = cached_models()
+    if arguments.json is not None:
+        write_json(arguments.json, {"models": [_as_json(model) for model in models]})
+        return 0
+    width = max((len(model.name) for model in models), default=0)
+    for model in models:
+        kind = f"{model.kind} ({model.dtype})" if model.dtype else model.kind
+        kind += ", base model" if _is_base(model) else ""
+        print(f"{model.name:<{width}}  {kind:<32}  {readable_size(model.size):>10}  {model.folder}")
+    total = readable_size(sum(model.size for model in models))
+    print(f"{total} in {len(models)} folders of {cache_dir()}")
+    return 0
+
+
+def _is_base(model: CachedModel) -> bool:
+    """Whether it is a built-in one that continues texts and answers no questions."""
+    return model.name in BUILTIN and BUILTIN[model.name].is_base
+
+
+def _as_json(model: CachedModel) -> dict[str, Any]:
+    """A model as ``--json`` shows it."""
+    return {
+        "name": model.name,
+        "kind": model.kind,
+        "dtype": model.dtype,
+        "base_model": _is_base(model),
+        "size_bytes": model.size,
+        "folder": str(model.folder),
+    }
+
+
+_RM_EXAMPLE = """\
+examples:
+  octavo rm smollm2-135m
+  octavo rm smollm2-135m-float32-08666b006d51fc7d
+
+NAME is that of a model in 'octavo list', all of whose folders go, or of one folder. Only what is listed there can be
+removed; the GGUF files of your own that it was made of stay.
+"""
+
+
+def _rm_parser() -> Parser:
+    parser = Parser(
+        prog="octavo rm",
+        usage="octavo rm [options] NAME [NAME ...]",
+        description="Removes models from the cache; they are fetched or converted again when they are next used.",
+        epilog=_RM_EXAMPLE,
+    )
+    add_json_flag(parser)
+    return parser
+
+
+def remove_models(arguments: Arguments) -> int:
+    """Removes the models, if all are in the cache."""
+    if not arguments.words:
+        raise ConfigError("octavo rm takes the NAME of a model, as in: octavo rm smollm2-135m")
+    models = cached_models()
+    chosen = {model.folder: model for name in arguments.words for model in _called(name, models)}
+    freed = sum(model.size for model in chosen.values())
+    with json_output(arguments) as stream:
+        for model in chosen.values():
+            remove(model)
+            if stream is None:
+                print(f"removed {model.folder}")
+        if stream is None:
+            print(f"{readable_size(freed)} freed")
+        else:
+            write_line(stream, {"removed": [_as_json(model) for model in chosen.values()], "freed_bytes": freed})
+    return 0
+
+
+def _called(name: str, models: list[CachedModel]) -> list[CachedModel]:
+    """The models of that name, or the one whose folder has it."""
+    matches = [model for model in models if name in (model.name, model.folder.name)]
+    if not matches:
+        names = list(dict.fromkeys(model.name for model in models))
+        hint = did_you_mean(name, names, f"there is {', '.join(names) or 'none'}", cutoff=0.5)
+        raise ModelNotFoundError(f"no model {name!r} is in the cache; {hint}")
+    return matches
+
+
+COMMANDS = {
+    "pull": Command(_pull_parser, pull_model),
+    "list": Command(_list_parser, list_models),
+    "rm": Command(_rm_parser, remove_models),
+}
