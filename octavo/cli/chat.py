@@ -11,26 +11,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from octavo.cli.chat_terminal import (
+from octavo.cli.chat_lines import (
     AnswerTimes,
-    Display,
+    Completions,
     HistoryFile,
-    MarkdownDisplay,
-    PlainDisplay,
-    choose_display,
+    Typed,
     default_path,
-    keys_unseen,
+    read_message,
+    read_messages,
     summary,
-    typed_messages,
 )
 from octavo.cli.flags import HELP as MEANINGS
 from octavo.cli.flags import (
@@ -45,7 +43,7 @@ from octavo.cli.flags import (
     read_value,
     take_model,
 )
-from octavo.cli.inputs import is_smart_terminal, notice
+from octavo.cli.inputs import for_output, is_smart_terminal, notice
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, errors_of_the_call
 from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError, InvalidRequestError, OctavoError, did_you_mean
@@ -584,6 +582,120 @@ COMMANDS = (
     Command("/exit", "", "leave (Ctrl-D too)", _exit, also=("/bye", "/quit")),
 )
 
+
+# ---- the terminal
+
+
+class Display(Protocol):
+    """A way to show answers."""
+
+    def answer(self) -> AbstractContextManager[Callable[[str], None]]:
+        """Within it an answer is shown: the function takes what is added to it."""
+
+
+class PlainDisplay:
+    """Shows text as it comes: as ``for_output`` says."""
+
+    @contextmanager
+    def answer(self) -> Iterator[Callable[[str], None]]:
+        def show(text: str) -> None:
+            print(for_output(text), end="", flush=True)
+
+        try:
+            yield show
+        finally:
+            print(flush=True)
+
+
+def choose_display(*, plain: bool) -> Display:
+    """Markdown for a terminal, unless it should be plain or ``NO_COLOR`` is set (https://no-color.org); else text."""
+    if plain or os.environ.get("NO_COLOR") or not is_smart_terminal():
+        return PlainDisplay()
+    return MarkdownDisplay()
+
+
+class MarkdownDisplay:
+    """Shows answers as Markdown on a terminal."""
+
+    @contextmanager
+    def answer(self) -> Iterator[Callable[[str], None]]:
+        from rich.console import Console
+
+        from octavo.cli.chat_terminal import GrowingMarkdown
+
+        with GrowingMarkdown(Console(highlight=False)) as shown:
+            yield shown.add
+
+
+def typed_messages(history: HistoryFile | None, completions: Completions) -> Iterator[Typed]:
+    """Messages and commands, stripped, without empty ones. Ctrl-C while one is typed drops it.
+
+    Args:
+        history: what was typed in earlier conversations; None: nothing is remembered.
+        completions: what Tab offers.
+    """
+    if not sys.stdin.isatty():
+        yield from read_messages(_piped_line)
+        return
+    read = _keyboard(history, completions)
+    # A shell that starts the program in the background makes it ignore SIGINT; a terminal needs Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    while True:
+        try:
+            typed = read()
+        except KeyboardInterrupt:
+            print("(Ctrl-D or /exit leaves)", file=sys.stderr)
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        else:
+            yield typed
+
+
+@contextmanager
+def keys_unseen() -> Iterator[None]:
+    """What is typed within it does not appear between the lines of an answer, but where the next message is typed."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    silent = list(before)
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+def _keyboard(history: HistoryFile | None, completions: Completions) -> Callable[[], Typed]:
+    """Reads a message of a person."""
+    if is_smart_terminal():
+        from octavo.cli.chat_terminal import Keyboard
+
+        return Keyboard(history, completions).read
+    with suppress(ImportError):
+        import readline  # noqa: F401  gives input() line editing, where Python has it
+    return lambda: read_message(_typed_line)
+
+
+def _typed_line(prompt: str) -> str:
+    if sys.stdout.isatty():
+        return input(prompt)
+    print(prompt, end="", file=sys.stderr, flush=True)  # what goes into a file is the answers
+    return input()
+
+
+def _piped_line(prompt: str) -> str:
+    raw = sys.stdin.buffer.readline()
+    if not raw:
+        raise EOFError
+    return raw.decode("utf-8", errors="replace")
+
+
+# ---- the command
 
 #: Where the model has no defaults of its own: less random than the full distribution of a small model, and an end to
 #: answers that would repeat themselves up to the end of the context, with room for some reasoning.

@@ -56,7 +56,7 @@ COMMANDS = {
 OTHER_COMMANDS = {"show": ["info"], "ls": ["list"], "remove": ["rm"], "run-batch": ["batch", "run"]}
 
 #: Commands whose module has another name, and has them in its ``COMMANDS``.
-_MODULES = {"pull": "models", "list": "models", "rm": "models", "view": "top"}
+_MODULES = {"pull": "models", "list": "models", "rm": "models", "rerank": "embed"}
 
 #: Commands of the lab, which is above this room: its modules are known by name only.
 LAB_COMMANDS = ("simulate", "bench")

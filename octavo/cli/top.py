@@ -1,22 +1,19 @@
-"""``octavo top`` shows a server's engine live in the terminal, ``octavo view`` a recording in the browser."""
+"""``octavo top``: the engine of a server in the terminal, live."""
 
 from __future__ import annotations
 
 import os
 import sys
-import webbrowser
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Command, Parser, check_range
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser
 from octavo.core.errors import ConfigError
 from octavo.core.stats import BlockMap, BlockState, Change, EngineEvent, EngineView, GroupRow, StepRecord
 
@@ -277,101 +274,3 @@ def _words(change: Change, ids: dict[int, str], width: int) -> str:
     group = "" if change.group_id < 0 else f" of request {_name(change.group_id, ids, width)}"
     cost = f", cost {change.cost}" if change.cost else ""
     return f"step {change.step}: {change.kind}{group} {' '.join(map(str, change.blocks[:8]))}{cost}"
-
-
-# ---- octavo view
-
-_VIEW_EXAMPLE = """\
-examples:
-  octavo simulate --request-rate 4 --num-requests 200 --num-gpu-blocks-override 400 --record run.jsonl
-  octavo view run.jsonl
-
-Recordings are written by 'octavo simulate --record', and by the button "Save" of a server's page. Only this machine
-reaches the page; Ctrl-C ends it.
-"""
-_HOST = "127.0.0.1"
-
-
-def _view_parser() -> Parser:
-    parser = Parser(
-        prog="octavo view",
-        usage="octavo view [options] FILE",
-        description="Shows a recording of an engine's blocks, queues and steps as a page in the browser.",
-        epilog=_VIEW_EXAMPLE,
-    )
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="port of the page (a free one)")
-    parser.add_argument("--open", action="store_true", help="open the page in the browser")
-    return parser
-
-
-def view(arguments: Arguments) -> int:
-    """Serves the page until Ctrl-C."""
-    from octavo.core.stats import read_recording
-
-    if len(arguments.words) != 1:
-        raise ConfigError(f"octavo view shows one file, not {len(arguments.words)}: octavo view FILE")
-    check_range(arguments, "port", most=65535, least=0)
-    server = make_server(read_recording(Path(arguments.words[0])), arguments.port)
-    with server:
-        url = f"http://{_HOST}:{server.server_address[1]}/"
-        print(f"showing {arguments.words[0]} on {url} (Ctrl-C ends it)", flush=True)
-        if arguments.open:
-            webbrowser.open(url)
-        with suppress(KeyboardInterrupt):
-            server.serve_forever()
-    return 0
-
-
-def make_server(recording: bytes, port: int = 0) -> ThreadingHTTPServer:
-    """A server of the page over a recording, which listens on this machine only.
-
-    Raises:
-        ConfigError: the port is taken.
-    """
-
-    class Handler(_Handler):
-        data = recording
-
-    try:
-        return ThreadingHTTPServer((_HOST, port), Handler)
-    except OSError as e:
-        raise ConfigError(f"cannot listen on {_HOST}:{port}: {e.strerror}") from None
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """Answers with the page, its files and the recording."""
-
-    data = b""
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "octavo", ""
-
-    def do_GET(self) -> None:
-        """A request."""
-        from octavo.server.page import HEADERS, answer, find_file, for_recordings
-
-        path = self.path.partition("?")[0]
-        # A page of another address whose name was made to lead here must not read it.
-        is_ours = self.headers.get("host", "").partition(":")[0] in (_HOST, "localhost")
-        file = find_file(path, wants_html=True) if is_ours else None
-        if path == "/engine/recording" and is_ours:
-            self._send(200, {**HEADERS, "content-type": "application/jsonl"}, self.data)
-        elif file is not None:
-            asked = {
-                name: self.headers.get(name.replace("_", "-"), "") for name in ("if_none_match", "accept_encoding")
-            }
-            self._send(*answer(for_recordings(file), **asked))
-        else:
-            self._send(404, {"content-type": "text/plain"}, b"not found\n")
-
-    def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "content-length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Requests are not logged."""
-
-
-COMMANDS = {"top": Command(make_parser, run), "view": Command(_view_parser, view)}

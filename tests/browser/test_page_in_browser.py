@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.cli.top import make_server
+from octavo.cli.view import make_server
 from octavo.core.stats import EngineEvent, EngineView, SchedulerState, StepRecord, write_recording
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_map import block_maps

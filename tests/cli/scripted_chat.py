@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from octavo.cli import chat
-from octavo.cli.chat import Conversation
-from octavo.cli.chat_terminal import HistoryFile, choose_display
+from octavo.cli.chat import Conversation, choose_display
+from octavo.cli.chat_lines import HistoryFile
 from octavo.core.request import TokensPrompt
 from octavo.core.sampling_params import SamplingParams
 from tests.cli.scripted_engine import ScriptedEngine

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.cli import chat
 from octavo.cli.chat import Conversation
-from octavo.cli.chat_terminal import HistoryFile, Typed, default_path, read_messages
+from octavo.cli.chat_lines import HistoryFile, Typed, default_path, read_messages
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
 from tests.cli.scripted_engine import ScriptedEngine
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.cli import chat_terminal as chat_history
-from octavo.cli.chat_terminal import HistoryFile, default_path
+from octavo.cli import chat_lines as chat_history
+from octavo.cli.chat_lines import HistoryFile, default_path
 
 
 def test_what_is_typed_is_there_in_the_next_conversation_and_for_its_user_alone(tmp_path: Path) -> None:

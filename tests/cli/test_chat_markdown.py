@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from octavo.cli import chat_terminal as chat_markdown
-from octavo.cli.chat_terminal import GrowingMarkdown, MarkdownDisplay, Piece, PlainDisplay, Shown, choose_display, split
+from octavo.cli.chat import MarkdownDisplay, PlainDisplay, choose_display
+from octavo.cli.chat_terminal import GrowingMarkdown, Piece, Shown, split
 from octavo.cli.inputs import printable
 from tests.cli.terminal import Screen
 

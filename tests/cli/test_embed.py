@@ -15,9 +15,9 @@ import pytest
 
 from octavo import LLM, PoolingParams
 from octavo.cli import embed as embed_command
-from octavo.cli import rerank
 from octavo.cli.embed import embed
 from octavo.cli.inputs import TextRow, TextSource
+from octavo.cli.main import load_command
 from octavo.core.errors import ConfigError
 from tests.embedding_models import HIDDEN_SIZE, MAX_TOKENS, make_encoder
 
@@ -266,10 +266,10 @@ def test_the_pages_program_and_commands_are_right(encoder: Path, capsys: Capture
     exec(program.replace("all-minilm-l6-v2", str(encoder)), {})
     assert capsys.readouterr().out.count("\n") == 5
     commands = [
-        shlex.split(line) for line in (page + embed_command.EXAMPLE + rerank.EXAMPLE).splitlines()
+        shlex.split(line) for line in (page + embed_command.EXAMPLE + str(load_command("rerank").make_parser().epilog)).splitlines()
         if re.match(r"\s*octavo (embed|rerank)", line)
     ]  # fmt: skip
     assert len(commands) == 10
     for _, name, *words in commands:
-        arguments = {"embed": embed_command, "rerank": rerank}[name].make_parser().read(words)
+        arguments = load_command(name).make_parser().read(words)
         assert arguments.words[0] in ("all-minilm-l6-v2", "./my-reranker")

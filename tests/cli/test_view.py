@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from octavo.cli.main import main
-from octavo.cli.top import make_server
+from octavo.cli.view import make_server
 from octavo.server.page import POLICY
 
 RECORDING = b'{"format":"octavo-recording","version":1,"title":"a run"}\n'
