@@ -56,7 +56,6 @@ out.jsonl holds is not answered again.
 
 
 def make_parser() -> Parser:
-    """The command's parser."""
     parser = Parser(
         prog="octavo batch",
         usage="octavo batch run -i FILE -o FILE [options] [MODEL]",

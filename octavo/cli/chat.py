@@ -87,11 +87,7 @@ class _Saved(msgspec.Struct):
 
 
 def save(path: Path, model: str, messages: list[dict[str, Any]]) -> None:
-    """Writes a conversation, which its user alone may read; one that was saved there before is replaced.
-
-    Raises:
-        ConfigError: the file is something else, or cannot be written.
-    """
+    """Writes a conversation, which its user alone may read; one that was saved there before is replaced."""
     if path.exists():
         try:
             _read(path)
@@ -112,9 +108,6 @@ def save(path: Path, model: str, messages: list[dict[str, Any]]) -> None:
 def load(path: Path, inputs: InputProcessor) -> list[dict[str, Any]]:
     """The messages of a conversation, with its images as the model takes them: a system message may come first, then
     questions and answers alternate, and an answer is last.
-
-    Raises:
-        ConfigError: the file cannot be read, is too large or no such conversation, or has an image that is missing.
     """
     messages = _read(path).messages
     if len(messages) > MAX_MESSAGES:
@@ -167,11 +160,7 @@ def _image(image: _Image, where: str, inputs: InputProcessor) -> list[dict[str, 
 
 
 def image_parts(name: str, inputs: InputProcessor) -> list[dict[str, Any]]:
-    """The part of a message that is the image in this file, as a list.
-
-    Raises:
-        ConfigError: it cannot be read, or the model sees no images.
-    """
+    """The part of a message that is the image in this file, as a list."""
     from octavo.cli.inputs import read_images
 
     path = Path(name).expanduser().absolute()
@@ -221,17 +210,14 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        """The system message."""
         return self.messages[0]["content"] if self._first else None
 
     @property
     def turns(self) -> list[Message]:
-        """Questions and answers."""
         return self.messages[self._first :]
 
     @property
     def _first(self) -> int:
-        """Where the turns begin."""
         return int(bool(self.messages) and self.messages[0]["role"] == "system")
 
     def set_system(self, system: str | None) -> None:
@@ -247,21 +233,13 @@ class Conversation:
         self.messages, self.images = messages, []
 
     def undo(self) -> str:
-        """Takes the last question back, with its answer: its text.
-
-        Raises:
-            InvalidRequestError: there is none.
-        """
+        """Takes the last question back, with its answer: its text."""
         question = self._last_question()
         self.messages = self.messages[:-2]
         return question_text(question)
 
     def retry(self) -> None:
-        """Asks the last question again; its answer takes the place of the one before, unless it fails.
-
-        Raises:
-            InvalidRequestError: there is none.
-        """
+        """Asks the last question again; its answer takes the place of the one before, unless it fails."""
         question = self._last_question()
         self._answer(self.messages[:-2], question["content"])
 
@@ -360,7 +338,6 @@ class Conversation:
 
 
 def question_text(message: Message) -> str:
-    """The text of a question that may have images."""
     content = message["content"]
     return content if isinstance(content, str) else content[-1]["text"]
 
@@ -392,8 +369,6 @@ SETTINGS = {name: meaning for name, meaning in MEANINGS.items() if name not in L
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a conversation."""
-
     name: str
     #: What follows the name; in brackets: what may.
     takes: str
@@ -500,7 +475,6 @@ def _show(conversation: Conversation, rest: str) -> None:
 
 
 def settings_text(params: SamplingParams) -> str:
-    """The settings in effect, as in ``temperature 0.7, max_tokens 2048``; neutral ones are left out."""
     return ", ".join(f"{name} {_written(value)}" for name, value in _changed(params))
 
 
@@ -712,7 +686,6 @@ In the conversation:
 
 
 def make_parser() -> Parser:
-    """The command's parser."""
     parser = Parser(
         prog="octavo chat",
         usage="octavo chat [options] [MODEL]",
@@ -806,11 +779,7 @@ def _refuse_base_model(config: EngineConfig) -> None:
 
 
 def _check(files: ModelFiles, params: SamplingParams) -> None:
-    """Refuses, before the model is loaded, one that has no chat template, and a form that no answer can have.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Refuses, before the model is loaded, one that has no chat template, and a form that no answer can have."""
     from octavo.engine.chat_template import choose_template
     from octavo.engine.input_processor import InputProcessor
 

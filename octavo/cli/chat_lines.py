@@ -30,7 +30,6 @@ class Typed(NamedTuple):
 
 
 def read_messages(read_line: Callable[[str], str]) -> Iterator[Typed]:
-    """The messages of lines; see ``read_message``."""
     with suppress(EOFError):
         while True:
             yield read_message(read_line)
@@ -41,9 +40,6 @@ def read_message(read_line: Callable[[str], str]) -> Typed:
     with a backslash.
 
     ``read_line(prompt)`` gives a line or raises EOFError, which ends a message that was begun.
-
-    Raises:
-        EOFError: no message was begun.
     """
     while True:
         line = read_line(PROMPT).strip()
@@ -111,7 +107,6 @@ class HistoryFile:
         return [text for line in lines if (text := _text(line)) is not None]
 
     def append(self, text: str) -> None:
-        """Adds a text, unless it is too long."""
         if self.failure is not None or len(text) > MAX_CHARACTERS:
             return
         try:
@@ -181,7 +176,6 @@ class AnswerTimes:
 
     @property
     def time_to_first_token(self) -> float | None:
-        """None without a token."""
         return None if self.first is None else self.first - self.asked
 
     @property
@@ -201,7 +195,6 @@ class AnswerTimes:
 
 
 def summary(answers: Sequence[AnswerTimes]) -> str:
-    """All answers as one line."""
     tokens = sum(times.decoded[0] for times in answers)
     seconds = sum(times.decoded[1] for times in answers)
     rate = f", {tokens / seconds:.1f} tokens/s" if tokens and seconds > 0 else ""

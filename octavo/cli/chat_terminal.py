@@ -53,12 +53,7 @@ class Keyboard:
         )
 
     def read(self) -> Typed:
-        """The next message that is not empty.
-
-        Raises:
-            EOFError: Ctrl-D was pressed.
-            KeyboardInterrupt: Ctrl-C was.
-        """
+        """The next message that is not empty."""
         while True:
             typed = as_typed(self._session.prompt())
             if self._history is not None and self._history.failure and not self._warned:
@@ -76,11 +71,9 @@ class _History(History):
         self._file = file
 
     def load_history_strings(self) -> Iterable[str]:
-        """The texts, newest first."""
         return reversed(self._file.load())
 
     def store_string(self, string: str) -> None:
-        """Adds a text."""
         self._file.append(string)
 
 
@@ -91,7 +84,6 @@ class _Completer(Completer):
         self._completions = completions
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-        """What may stand there."""
         text = document.text_before_cursor
         if "\n" in document.text:
             return
@@ -223,8 +215,6 @@ class _Code(CodeBlock):
 
 
 class _Heading(Heading):
-    """A heading at the left, as the text below it."""
-
     LEVEL_ALIGN = {}  # noqa: RUF012  of rich's class
 
 
@@ -294,12 +284,10 @@ def split(text: Piece, most_lines: int) -> Iterator[Piece]:
 
 
 def _blocks(lines: list[str]) -> list[Token]:
-    """The first token of each block."""
     return [token for token in _PARSER.parse("".join(lines)) if token.level == 0 and token.nesting >= 0 and token.map]
 
 
 def _items(lines: list[str]) -> list[int]:
-    """Where the items of a list begin; none, if the lines are no list alone."""
     tokens = [token for token in _PARSER.parse("".join(lines)) if token.map]
     if not tokens or tokens[0].type not in ("bullet_list_open", "ordered_list_open"):
         return []

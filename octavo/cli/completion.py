@@ -22,8 +22,6 @@ examples:
 
 @dataclass
 class Flag:
-    """A flag of a command."""
-
     name: str
     help: str
     #: Whether a value follows it, and which ones there are; empty: any, for which files are offered.
@@ -40,7 +38,6 @@ class Node:
 
 
 def make_parser() -> Parser:
-    """The command's parser."""
     parser = Parser(
         prog="octavo completion",
         usage="octavo completion bash|zsh|fish",
@@ -52,11 +49,7 @@ def make_parser() -> Parser:
 
 
 def run(arguments: Arguments) -> int:
-    """Prints the script.
-
-    Raises:
-        ConfigError: no shell is named, or one that there is no script for.
-    """
+    """Prints the script."""
     if len(arguments.words) != 1 or arguments.words[0] not in SHELLS:
         given = " ".join(arguments.words) or "none"
         raise ConfigError(f"octavo completion takes one of {', '.join(SHELLS)}, not {given}")
@@ -97,7 +90,6 @@ def _values(metavar: object) -> list[str]:
 
 
 def bash(nodes: dict[str, Node]) -> str:
-    """A script for bash, which needs nothing of bash-completion."""
     return _filled(BASH, nodes, "words='{words}' flags='{flags}'", "values='{}'")
 
 
@@ -107,7 +99,6 @@ def zsh(nodes: dict[str, Node]) -> str:
 
 
 def fish(nodes: dict[str, Node]) -> str:
-    """A script for fish, with the help of each flag."""
     lines = [FISH.replace("@KINDS@", " ".join(_kinds(nodes)))]
     for name, text in COMMANDS.items():
         lines.append(f"complete -c octavo -n __octavo_at -a {name} -d {_quoted(text)}")
@@ -140,18 +131,15 @@ def _filled(script: str, nodes: dict[str, Node], words: str, values: str) -> str
 
 
 def _kinds(nodes: dict[str, Node]) -> list[str]:
-    """Each two words that are a command, quoted."""
     return [f"'{path}'" for path in nodes if " " in path]
 
 
 def _words(path: str, node: Node) -> str:
-    """Words of a command: its own, and models where it takes one."""
     takes_model = any(flag.name == "--model" for flag in node.flags) or path in ("pull", "rm")
     return " ".join([*node.words, *(BUILTIN if takes_model else ())])
 
 
 def _quoted(text: str) -> str:
-    """A word of fish."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 

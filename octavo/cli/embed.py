@@ -71,7 +71,6 @@ class JsonLines(VectorFile):
         self._stream = stream
 
     def write(self, row: TextRow, vector: NDArray[np.float32], error: str | None) -> None:
-        """See ``VectorFile``."""
         line: dict[str, Any] = {"index": row.index}
         if row.id is not None:
             line["id"] = row.id
@@ -88,14 +87,12 @@ class Npy(VectorFile):
         self._write_header()
 
     def write(self, row: TextRow, vector: NDArray[np.float32], error: str | None) -> None:
-        """See ``VectorFile``."""
         if error is not None:
             vector = np.full(self._dimensions, np.nan, np.float32)
         self._stream.write(vector.astype("<f4").tobytes())
         self._rows += 1
 
     def close(self) -> None:
-        """The number of rows is known now."""
         self._stream.seek(0)
         self._write_header()
 
@@ -120,14 +117,12 @@ class Parquet(VectorFile):
         self._rows: list[tuple[int, str | None, NDArray[np.float32] | None, str | None]] = []
 
     def write(self, row: TextRow, vector: NDArray[np.float32], error: str | None) -> None:
-        """See ``VectorFile``."""
         name = None if row.id is None else row.id if isinstance(row.id, str) else msgspec.json.encode(row.id).decode()
         self._rows.append((row.index, name, vector if error is None else None, error))
         if len(self._rows) == _GROUP:
             self._flush()
 
     def close(self) -> None:
-        """See ``VectorFile``."""
         self._flush()
         self._writer.close()
 
@@ -142,12 +137,7 @@ class Parquet(VectorFile):
 
 
 def check_output(path: Path | None, read: str | None) -> None:
-    """Refuses an output that cannot be written, before a model is loaded for it; ``read``: the file of the texts.
-
-    Raises:
-        ConfigError: its suffix says no format, its folder does not exist, it is the file that is read, or pyarrow is
-            needed and not installed.
-    """
+    """Refuses an output that cannot be written, before a model is loaded for it; ``read``: the file of the texts."""
     if path is None:
         return
     if read not in (None, "-") and path.exists() and path.samefile(read):
@@ -160,11 +150,7 @@ def check_output(path: Path | None, read: str | None) -> None:
 
 
 def open_output(path: Path | None, dimensions: int, stack: ExitStack) -> VectorFile:
-    """The file for vectors of ``dimensions`` numbers, closed by the stack; JSON lines on standard output without one.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Opens the file for vectors of this many ``dimensions``; without a path, JSON lines go to standard output."""
     if path is None:
         return stack.enter_context(JsonLines(sys.stdout.buffer))
     try:
@@ -199,7 +185,6 @@ text i. A text that cannot be served fails alone (an "error" in its line, NaN in
 
 
 def make_parser() -> Parser:
-    """The command's parser."""
     parser = Parser(
         prog="octavo embed",
         usage="octavo embed [options] [MODEL] [TEXT ...]",
@@ -226,18 +211,13 @@ def make_parser() -> Parser:
 
 
 def add_truncate_flag(parser: Parser) -> None:
-    """Adds ``--truncate``; see ``read_truncate``."""
     parser.add_argument(
         "--truncate", metavar="N|max", help="cut texts after N tokens, or after as many as the model takes (max)"
     )
 
 
 def read_truncate(arguments: Arguments) -> int | None:
-    """``--truncate`` as ``truncate_prompt_tokens``.
-
-    Raises:
-        ConfigError: it is neither a number above 0 nor "max".
-    """
+    """``--truncate`` as ``truncate_prompt_tokens``."""
     limit: str | None = arguments.truncate
     if limit is None or limit == "max":
         return None if limit is None else -1
@@ -283,11 +263,7 @@ def run(arguments: Arguments) -> int:
 
 
 def make_source(words: list[str], file: str | None, column: str | None, flag: str) -> TextSource:
-    """The texts: words, those of the file that ``flag`` names, or standard input where it is piped and all there is.
-
-    Raises:
-        ConfigError: there are none, or the file cannot be read.
-    """
+    """The texts: words, those of the file that ``flag`` names, or standard input where it is piped and all there is."""
     if file is None and not words and not sys.stdin.isatty():
         file = "-"
     if file is None and not words:
@@ -298,11 +274,7 @@ def make_source(words: list[str], file: str | None, column: str | None, flag: st
 
 
 def _check(files: ModelFiles, params: PoolingParams, prompt_name: str | None) -> int:
-    """The numbers of a vector; refuses what no text could be served with, before the model is loaded.
-
-    Raises:
-        ConfigError: the model makes no vectors, not of this size, or has no prompt of this name.
-    """
+    """The numbers of a vector; refuses what no text could be served with, before the model is loaded."""
     from octavo.engine.input_processor import InputProcessor
     from octavo.engine.pooling_inputs import PoolingInputs
 
@@ -369,7 +341,6 @@ class Figures:
     seconds: float = 0.0
 
     def count(self, row: TextRow, tokens: int, error: str | None) -> None:
-        """Adds a text that has ended; prints its error, if that is among the first."""
         self.texts += 1
         if error is None:
             self.prompt_tokens += tokens
@@ -381,7 +352,6 @@ class Figures:
             print("octavo: error: more texts failed; those that come are counted only", file=sys.stderr)
 
     def as_json(self) -> dict[str, float]:
-        """The figures by name."""
         seconds = self.seconds or 1.0
         return {
             **asdict(self),
@@ -390,7 +360,6 @@ class Figures:
         }
 
     def as_text(self) -> str:
-        """The figures as a line of text."""
         speeds, failed = self.as_json(), f", {self.failed} failed" if self.failed else ""
         return (
             f"octavo: {self.texts} text{'' if self.texts == 1 else 's'}{failed}, {self.prompt_tokens} tokens in "
@@ -483,7 +452,6 @@ def rerank(arguments: Arguments) -> int:
 
 
 def _print_ranking(results: list[dict[str, Any]]) -> None:
-    """A line for each: score, number, and the document as one line."""
     for result in results:
         print(for_output(f"{result['score']:.4f}  {result['index'] + 1}  {' '.join(result['document'].split())}"))
 

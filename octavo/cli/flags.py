@@ -83,18 +83,13 @@ def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -
 
 
 def add_lora_flag(parser: Parser) -> None:
-    """Adds ``--lora``; see ``read_lora``."""
     parser.add_argument(
         "--lora", metavar="[NAME=]PATH", help="answer with this LoRA adapter: a folder of PEFT, or a GGUF file"
     )
 
 
 def read_lora(arguments: Arguments) -> LoRARequest | None:
-    """The adapter that ``--lora`` names, if it is given; the engine then serves adapters.
-
-    Raises:
-        ConfigError: there is no adapter at its path.
-    """
+    """The adapter that ``--lora`` names, if it is given; the engine then serves adapters."""
     value: str | None = arguments.lora
     if value is None:
         return None
@@ -159,9 +154,6 @@ def take_model(arguments: Arguments, *, more_words: bool = False) -> str | None:
 
     None if it names none. If the configuration names one, no word does: then all words are the command's, if it takes
     ``more_words``.
-
-    Raises:
-        ConfigError: a word is left that the command does not take; or as for ``configured_model``.
     """
     model: str | None = arguments.model
     why = ""
@@ -180,11 +172,7 @@ def take_model(arguments: Arguments, *, more_words: bool = False) -> str | None:
 
 
 def read_engine_config(arguments: Arguments, model: str | None) -> EngineConfig:
-    """The engine's options from flags, variables and file.
-
-    Raises:
-        ConfigError: see ``resolve_config``.
-    """
+    """The engine's options from flags, variables and file."""
     overrides = arguments.group(PREFIX)
     if model is not None:
         overrides["model"] = model
@@ -192,11 +180,7 @@ def read_engine_config(arguments: Arguments, model: str | None) -> EngineConfig:
 
 
 def take_engine_config(arguments: Arguments, *, more_words: bool = False) -> EngineConfig:
-    """The engine's options of a command whose output is an answer, with the model that ``take_model`` finds.
-
-    Raises:
-        ConfigError: see ``take_model`` and ``resolve_config``.
-    """
+    """The engine's options of a command whose output is an answer, with the model that ``take_model`` finds."""
     apply_verbosity(arguments)
     return read_engine_config(arguments, take_model(arguments, more_words=more_words))
 
@@ -205,9 +189,6 @@ def refuse_idle_flags(arguments: Arguments, counting: Collection[str], command: 
     """Refuses the model and options of the engine that do not count in a command without a model.
 
     ``command``: the command and why they do not, for the message.
-
-    Raises:
-        ConfigError: one is given.
     """
     given = ["model"] if arguments.model is not None else []
     for name in given + list(arguments.group(PREFIX)):
@@ -393,21 +374,13 @@ def add_beam_flags(parser: Parser) -> None:
 
 
 def read_sampling_params(arguments: Arguments, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
-    """The parameters that the flags give.
-
-    Raises:
-        InvalidRequestError: a value is out of range.
-    """
+    """The parameters that the flags give."""
     given = arguments.group(SAMPLING_PREFIX)
     return SamplingParams(**defaults_beside(given, defaults or {}), **given)
 
 
 def read_value(name: str, text: str) -> Any:
-    """The value of a parameter of ``HELP`` that somebody has typed; several texts are a JSON list.
-
-    Raises:
-        InvalidRequestError: it is of another type; whether it is in range is for ``SamplingParams`` to say.
-    """
+    """The value of a parameter of ``HELP`` that somebody has typed; several texts are a JSON list."""
     kind = next(field.type for field in msgspec.structs.fields(SamplingParams) if field.name == name)
     kinds = typing.get_args(kind) or (kind,)
     if text.lower() == "none" and type(None) in kinds:
@@ -446,7 +419,6 @@ def _optional_integer(text: str) -> int | None:
 
 
 def number(text: str) -> float:
-    """An integer or a float."""
     try:
         return int(text)
     except ValueError:

@@ -62,7 +62,6 @@ fails alone: the others are answered and the exit code is 1.
 
 
 def make_parser() -> Parser:
-    """The command's parser."""
     parser = Parser(
         prog="octavo generate",
         usage="octavo generate [options] [MODEL] [PROMPT ...]",
@@ -150,9 +149,6 @@ def _check(files: ModelFiles, jobs: list[Job], given: Mapping[str, Any], images:
     """Gives the jobs the images and the model's defaults of parameters that are not ``given``.
 
     They are checked before the model is loaded.
-
-    Raises:
-        ConfigError: an image cannot be read, or the model sees none.
     """
     from octavo.engine.input_processor import InputProcessor
 
@@ -208,7 +204,6 @@ class Figures:
         self.requests = self.failed = self.prompt_tokens = self.output_tokens = 0
 
     def count(self, job: Job, output: RequestOutput | None) -> None:
-        """Adds a request that has ended."""
         self.requests += 1
         self.failed += job.error is not None
         if output is not None:
@@ -217,16 +212,13 @@ class Figures:
 
     @property
     def output_tokens_per_second(self) -> float:
-        """Throughput of the batch, prefill included."""
         return self.output_tokens / self.seconds if self.seconds else 0.0
 
     def as_json(self) -> dict[str, float]:
-        """Content of the summary line."""
         names = ("requests", "failed", "prompt_tokens", "output_tokens", "load_seconds", "seconds")
         return {name: getattr(self, name) for name in (*names, "output_tokens_per_second")}
 
     def as_text(self) -> str:
-        """The figures as a line of text."""
         failed = f", {self.failed} failed" if self.failed else ""
         return (
             f"octavo: {_count(self.requests, 'request')}{failed}, {_count(self.prompt_tokens, 'token')} in, "
@@ -248,7 +240,6 @@ def _print_text(job: Job, output: RequestOutput, *, alone: bool) -> None:
 
 
 def _title(job: Job) -> str:
-    """The prompt as one short line."""
     prompt = job.messages[-1].get("content") if job.messages else job.prompt
     line = " ".join(str(prompt).split())
     return line if len(line) <= 80 else line[:79] + "…"

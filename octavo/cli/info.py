@@ -63,14 +63,12 @@ _MACOS = {
 
 
 def cpu_name() -> str:
-    """The processor's model name; the architecture if that is unknown."""
     if sys.platform == "darwin":
         return _sysctl("machdep.cpu.brand_string") or platform.machine()
     return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
 def instruction_sets() -> list[str]:
-    """The ``INSTRUCTION_SETS`` of this processor."""
     if sys.platform == "darwin":
         return [ours for ours, theirs in _MACOS.items() if _sysctl(f"hw.optional.arm.{theirs}") == "1"]
     info = _cpuinfo()
@@ -79,19 +77,16 @@ def instruction_sets() -> list[str]:
 
 
 def usable_cores() -> int:
-    """Logical cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def gpu_driver() -> str | None:
-    """Version of the NVIDIA driver, or None."""
     return _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).partition("\n")[0] or None
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The entries of the first processor in /proc/cpuinfo."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -105,7 +100,6 @@ def _sysctl(name: str) -> str:
 
 
 def _output_of(command: list[str]) -> str:
-    """The output of a program; empty if it is missing or fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
@@ -124,7 +118,6 @@ examples:
 
 
 def make_parser() -> Parser:
-    """The command's parser."""
     parser = Parser(
         prog="octavo info",
         usage="octavo info [options] [MODEL]",
@@ -234,7 +227,6 @@ def amx_state() -> str | None:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a package; None if it is not installed."""
     import importlib.metadata
 
     try:
@@ -266,11 +258,7 @@ def cuda_version() -> str | None:
 
 
 def limit_facts() -> dict[str, Any]:
-    """Measured peak rates of the processor and of each GPU.
-
-    Raises:
-        ConfigError: there is no GPU, and the compiled kernels, which the measurement needs, are not built.
-    """
+    """Measured peak rates of the processor and of each GPU."""
     from octavo.kernels import num_gpus
 
     measured = []
@@ -310,11 +298,7 @@ def _cpu_limit_facts() -> dict[str, Any]:
 
 
 def model_facts(options: EngineConfig) -> dict[str, Any]:
-    """Shape of the model, its folder, its parameters (of a token: active), bytes of a token in the KV cache.
-
-    Raises:
-        OctavoError: the model is unknown, cannot be downloaded, or is not supported.
-    """
+    """Shape of the model, its folder, its parameters (of a token: active), bytes of a token in the KV cache."""
     from octavo.config.kv_spec import group_layers
     from octavo.core.model_config import model_tasks
     from octavo.loader.files import split_paths
@@ -425,11 +409,7 @@ def _image_facts(config: ModelConfig, folder: Path) -> dict[str, Any]:
 
 
 def check_facts(options: EngineConfig) -> dict[str, Any]:
-    """What is wrong with the weights of a model: how many were read, and each problem with the tensor's name.
-
-    Raises:
-        OctavoError: the model is unknown, cannot be downloaded, or is not supported.
-    """
+    """What is wrong with the weights of a model: how many were read, and each problem with the tensor's name."""
     from octavo.loader.resolve import gguf_source, resolve_model
     from octavo.loader.weights import check_model
     from octavo.models.config_files import read_model_config

@@ -125,10 +125,6 @@ def read_jobs(
         sampling: parameters for all, with a ``beam_width`` those of a beam search; a JSON line may give its own.
         as_chat: texts are questions of a conversation.
         options: of all; a JSON line may give its own.
-
-    Raises:
-        ConfigError: there is no prompt, or the file cannot be read.
-        InvalidRequestError: ``sampling`` itself is out of range.
     """
     params = _make_params(sampling)
     if file is None and not words and not sys.stdin.isatty():
@@ -262,11 +258,7 @@ class TextSource:
     column: str | None = None
 
     def check(self) -> None:
-        """Refuses what cannot be read, before a model is loaded for it.
-
-        Raises:
-            ConfigError: the file is missing, or is of Parquet and pyarrow is not installed.
-        """
+        """Refuses what cannot be read, before a model is loaded for it."""
         if self.file is None or self.file == "-":
             return
         if not Path(self.file).is_file():
@@ -275,11 +267,7 @@ class TextSource:
             require_pyarrow(self.file)
 
     def count(self) -> int | None:
-        """Texts in all; None where they come from standard input.
-
-        Raises:
-            ConfigError: the file cannot be read.
-        """
+        """Texts in all; None where they come from standard input."""
         if self.file == "-":
             return None
         if self.file is None:
@@ -291,11 +279,7 @@ class TextSource:
             return len(self.words) + sum(1 for line in stream if line.strip())
 
     def __iter__(self) -> Iterator[TextRow]:
-        """The texts in order; one that is wrong carries its error and does not affect the others.
-
-        Raises:
-            ConfigError: the file cannot be read, or has no such column.
-        """
+        """The texts in order; one that is wrong carries its error and does not affect the others."""
         yield from (TextRow(index, word) for index, word in enumerate(self.words))
         if self.file is not None:
             read = self._read_parquet if self._is_parquet else self._read_lines
@@ -356,11 +340,7 @@ class TextSource:
 
 
 def require_pyarrow(file: str) -> None:
-    """Refuses a Parquet file where pyarrow is not installed.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Refuses a Parquet file where pyarrow is not installed."""
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError as e:
@@ -423,11 +403,7 @@ def _parquet(file: str) -> Iterator[Any]:
 
 
 def check_image_files(paths: Sequence[str]) -> None:
-    """Refuses files that are not there, and images where Pillow is not installed, before a model is fetched.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Refuses files that are not there, and images where Pillow is not installed, before a model is fetched."""
     if not paths:
         return
     for path in paths:
@@ -441,11 +417,7 @@ def check_image_files(paths: Sequence[str]) -> None:
 
 
 def read_images(inputs: InputProcessor, paths: Sequence[str]) -> list[ProcessedImage]:
-    """What a model makes of files.
-
-    Raises:
-        ConfigError: the model sees no images, or a file cannot be read, or is no image that the model can take.
-    """
+    """What a model makes of files."""
     prompts = inputs.image_prompts
     if prompts is None and paths:
         raise ConfigError(f"the model reads text alone: leave out the image {paths[0]}")

@@ -188,11 +188,7 @@ def _run_words(argv: list[str]) -> list[str]:
 
 
 def _set_up_logging() -> None:
-    """Sends messages of logger "octavo" to standard error, from level ``OCTAVO_LOG_LEVEL`` (default: info) on.
-
-    Raises:
-        ConfigError: the level is unknown.
-    """
+    """Sends messages of logger "octavo" to standard error, from level ``OCTAVO_LOG_LEVEL`` (default: info) on."""
     level = os.environ.get("OCTAVO_LOG_LEVEL") or "info"
     if level.lower() not in LOG_LEVELS:
         raise ConfigError(f"OCTAVO_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, not {level!r}")

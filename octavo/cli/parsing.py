@@ -200,11 +200,7 @@ def _is_flag(word: str) -> bool:
 
 
 def refuse_words(arguments: Arguments, why: str = "") -> None:
-    """Refuses remaining words; ``why`` follows the word in the message.
-
-    Raises:
-        ConfigError: a word is left.
-    """
+    """Refuses remaining words; ``why`` follows the word in the message."""
     if arguments.words:
         raise ConfigError(f"unexpected argument {arguments.words[0]!r}{why}")
 
@@ -222,22 +218,14 @@ def add_report_flag(parser: Parser) -> None:
 
 
 def check_folder(path: Path | None, flag: str) -> None:
-    """Refuses a path whose folder does not exist, before a long run instead of after it.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
+    """Refuses a path whose folder does not exist, before a long run instead of after it."""
     if path is not None and not path.absolute().parent.is_dir():
         raise ConfigError(f"{flag} {path}: there is no folder {path.absolute().parent}")
 
 
 @contextmanager
 def json_stream(target: str) -> Iterator[IO[str]]:
-    """The stream that ``--json`` names, open for writing.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """The stream that ``--json`` names, open for writing."""
     if target == "-":
         yield sys.stdout
         return
@@ -283,11 +271,7 @@ def errors_of_the_call() -> Iterator[None]:
 
 
 def check_range(arguments: Arguments, *names: str, least: int = 1, most: int | None = None) -> None:
-    """Refuses flags, of those that are given, whose numbers are not in the range.
-
-    Raises:
-        ConfigError: one is not.
-    """
+    """Refuses flags, of those that are given, whose numbers are not in the range."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and not (value >= least and (most is None or value <= most)):
@@ -296,11 +280,7 @@ def check_range(arguments: Arguments, *names: str, least: int = 1, most: int | N
 
 
 def check_positive(arguments: Arguments, *names: str) -> None:
-    """Refuses flags, of those that are given, whose numbers are not above 0 or beyond measure.
-
-    Raises:
-        ConfigError: one is not.
-    """
+    """Refuses flags, of those that are given, whose numbers are not above 0 or beyond measure."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and not 0 < value < 1e9:

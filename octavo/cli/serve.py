@@ -91,7 +91,6 @@ def _end_start(number: int, frame: FrameType | None) -> None:
 
 
 def make_parser() -> Parser:
-    """The command's parser."""
     from octavo.cli.flags import add_engine_flags, add_option_flags
     from octavo.config.server_options import ServerOptions
 

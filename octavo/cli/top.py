@@ -37,7 +37,6 @@ _PATIENCE = 15.0
 
 
 def make_parser() -> Parser:
-    """The command's parser."""
     parser = Parser(
         prog="octavo top",
         usage="octavo top [options] [URL]",
@@ -87,11 +86,7 @@ def _lost(url: str) -> int:
 
 @contextmanager
 def _events(url: str, key: str | None) -> Iterator[Iterator[EngineEvent]]:
-    """The events of a server's engine.
-
-    Raises:
-        ConfigError: it does not answer, or refuses.
-    """
+    """The events of a server's engine."""
     import httpx
 
     headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -148,7 +143,6 @@ class StepHistory:
         self.changes: dict[int, deque[tuple[Change, dict[int, str]]]] = {}
 
     def add(self, event: EngineEvent) -> None:
-        """Takes an event."""
         if event.whole:
             self.steps.clear()
         for view in event.views:
@@ -223,7 +217,6 @@ def _map(shown: BlockMap, width: int) -> Text:
 
 
 def _states(shown: BlockMap) -> list[BlockState]:
-    """The state of each block; of bins, as if equal ones stood together."""
     if shown.bins:
         return [BlockState(i) for counts in shown.bins for i, count in enumerate(counts) for _ in range(count)]
     return [BlockState(run.state) for run in shown.runs for _ in range(run.count)]

@@ -40,7 +40,6 @@ OCTAVO_MODEL or a configuration file the model is whisper-tiny.en, which knows E
 
 
 def make_parser() -> Parser:
-    """The command's parser."""
     parser = Parser(
         prog="octavo transcribe",
         usage="octavo transcribe [options] FILE ...",
@@ -142,11 +141,6 @@ def _readable(
 
 
 def _params(arguments: Arguments) -> TranscriptionParams:
-    """The parameters of all recordings.
-
-    Raises:
-        ConfigError: one is wrong.
-    """
     from octavo.speech.transcription import TranscriptionParams
 
     if arguments.word_timestamps and arguments.format != "verbose_json":
@@ -159,11 +153,7 @@ def _params(arguments: Arguments) -> TranscriptionParams:
 
 
 def _targets(paths: list[Path], folder: Path | None, ending: str, form: str) -> list[Path | None]:
-    """The file to write for each recording; None: standard output.
-
-    Raises:
-        ConfigError: there are no recordings, or they cannot be told apart.
-    """
+    """The file to write for each recording; None: standard output."""
     if not paths:
         raise ConfigError("no recording given: octavo transcribe FILE ...")
     if folder is None:

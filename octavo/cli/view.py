@@ -22,7 +22,6 @@ HOST = "127.0.0.1"
 
 
 def make_parser() -> Parser:
-    """The command's parser."""
     parser = Parser(
         prog="octavo view",
         usage="octavo view [options] FILE",
@@ -53,11 +52,7 @@ def run(arguments: Arguments) -> int:
 
 
 def make_server(recording: bytes, port: int = 0) -> ThreadingHTTPServer:
-    """A server of the page over a recording, which listens on this machine only.
-
-    Raises:
-        ConfigError: the port is taken.
-    """
+    """A server of the page over a recording, which listens on this machine only."""
 
     class Handler(_Handler):
         data = recording
@@ -76,7 +71,6 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "octavo", ""
 
     def do_GET(self) -> None:
-        """A request."""
         from octavo.server.page import HEADERS, answer, find_file, for_recordings
 
         path = self.path.partition("?")[0]

@@ -265,10 +265,8 @@ def test_the_pages_program_and_commands_are_right(encoder: Path, capsys: Capture
     program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     exec(program.replace("all-minilm-l6-v2", str(encoder)), {})
     assert capsys.readouterr().out.count("\n") == 5
-    commands = [
-        shlex.split(line) for line in (page + embed_command.EXAMPLE + str(load_command("rerank").make_parser().epilog)).splitlines()
-        if re.match(r"\s*octavo (embed|rerank)", line)
-    ]  # fmt: skip
+    text = page + embed_command.EXAMPLE + str(load_command("rerank").make_parser().epilog)
+    commands = [shlex.split(line) for line in text.splitlines() if re.match(r"\s*octavo (embed|rerank)", line)]
     assert len(commands) == 10
     for _, name, *words in commands:
         arguments = load_command(name).make_parser().read(words)
